@@ -1,0 +1,66 @@
+"""What the operator asks for: one data set as named on the command line or in a TOML file. Plain data, no imports."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from dataserve.protocol import limits
+from dataserve.protocol.errors import UserError
+
+#: What a source's text starts with; anything else is `package.module:factory`.
+SCHEMES = ("torchvision", "arrays", "store")
+
+Scalar = str | int | float | bool
+
+
+@dataclass(frozen=True, slots=True)
+class DatasetSpec:
+    """One data set to prepare and serve.
+
+    `source` is `torchvision:NAME`, `arrays:FILE.npz` or `store:PATH|NAME`; `args` go to the source's constructor;
+    `transform` is `package.module:callable`, applied to each sample before it is stored.
+    """
+
+    name: str
+    source: str
+    args: Mapping[str, Scalar] = field(default_factory=dict)
+    transform: str | None = None
+
+    def __post_init__(self) -> None:
+        if not limits.NAME.fullmatch(self.name):
+            raise UserError(
+                "bad_name",
+                f"The data set's name {self.name!r} is not allowed.",
+                "Names have 1 to 64 of a-z, 0-9, '.', '_', '-' and start with a letter or digit: give --name.",
+            )
+
+    @property
+    def scheme(self) -> str:
+        """The part of the source before its first colon."""
+        return self.source.partition(":")[0]
+
+    @property
+    def target(self) -> str:
+        """The part of the source behind its first colon."""
+        return self.source.partition(":")[2]
+
+    def to_map(self) -> dict[str, Any]:
+        """JSON for the preparing child."""
+        return asdict(self)
+
+    @classmethod
+    def from_map(cls, fields: Mapping[str, Any]) -> DatasetSpec:
+        """The spec of `to_map`."""
+        return cls(fields["name"], fields["source"], dict(fields["args"]), fields["transform"])
+
+
+def default_name(source: str) -> str:
+    """A name from the source: `torchvision:MNIST` is `mnist`, `arrays:/data/Digits.npz` is `digits`."""
+    target = source.partition(":")[2] or source
+    last = target.rstrip("/").rpartition("/")[2].rpartition(":")[2]
+    stem = re.sub(r"\.npz$", "", last.partition("@")[0])
+    name = re.sub(r"[^a-z0-9._-]+", "-", stem.lower()).strip("-._")
+    return name[:64] or "data"
