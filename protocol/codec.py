@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import MISSING, fields
 from typing import Any, NamedTuple
 
-import msgpack  # type: ignore[import-untyped]
+import msgpack
 
 from . import limits
 from .checks import blob, integer

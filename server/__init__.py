@@ -1,0 +1,1 @@
+"""The daemon of dataserve, and its command line."""
