@@ -1,0 +1,126 @@
+"""Locks of a build that the kernel releases with their holder: who builds, and who still writes.
+
+`builder.lock` is held by the one process that builds a fingerprint; it also carries what that process tells the ones
+that wait. `writers.lock` is held shared by every worker, so that orphans of a killed build never write beside its
+successor. Both lie beside the build's folder, which becomes the store and must hold nothing else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from dataserve.protocol.errors import MachineError
+
+from . import store
+
+POLL_S = 0.1
+SILENT_HOLDER_S = 60.0  #: a builder tells something ten times a second; after this silence it is stopped or hung
+ORPHANS_S = 30.0  #: workers end with their parent; after this one of them hangs in the kernel
+_NOTE_BYTES = 512
+
+
+class Lock:
+    """An flock on a file that may be unlinked by its holder."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._handle: int | None = None
+
+    def try_take(self, *, shared: bool = False) -> bool:
+        """Takes it unless somebody holds it. Raises `no_access`."""
+        mode = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
+        while True:
+            try:
+                self.path.parent.mkdir(mode=0o700, exist_ok=True)
+                handle = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+            except OSError as error:
+                raise store.machine_error(error, self.path, "The build's lock cannot be made") from None
+            try:
+                fcntl.flock(handle, mode | fcntl.LOCK_NB)
+                current = os.fstat(handle).st_ino == os.stat(self.path).st_ino
+            except BlockingIOError:
+                os.close(handle)
+                return False
+            except FileNotFoundError:
+                current = False
+            except OSError as error:
+                os.close(handle)
+                raise store.machine_error(error, self.path, "The build's lock cannot be taken") from None
+            if current:
+                self._handle = handle
+                return True
+            os.close(handle)  # its last holder unlinked it between our open and our lock
+
+    def note(self, words: dict[str, Any]) -> None:
+        """Leaves word for those who wait."""
+        assert self._handle is not None
+        with contextlib.suppress(OSError):  # a full disk must not end a build here; it will say so elsewhere
+            os.pwrite(self._handle, json.dumps(words).encode().ljust(_NOTE_BYTES), 0)
+
+    def read_note(self) -> dict[str, Any] | None:
+        """What the holder last left, or None."""
+        try:
+            words = json.loads(self.path.read_bytes())
+        except (OSError, ValueError):
+            return None
+        return words if isinstance(words, dict) else None
+
+    def release(self, *, unlink: bool = False) -> None:
+        """Gives it up. `unlink` removes its file first: those who wait notice and take the next one."""
+        if self._handle is None:
+            return
+        if unlink:
+            self.path.unlink(missing_ok=True)
+        os.close(self._handle)
+        self._handle = None
+
+
+class BuildLocks:
+    """Both locks of one fingerprint."""
+
+    def __init__(self, root: Path, fingerprint: str) -> None:
+        self.builder = Lock(root / store.BUILDING / f"{fingerprint}.builder.lock")
+        self.writers = Lock(root / store.BUILDING / f"{fingerprint}.writers.lock")
+
+    def take(self, waiting: Callable[[dict[str, Any]], None]) -> None:
+        """Becomes the builder, waiting for another one as long as it is alive, and for orphans of a dead one.
+
+        `waiting` is told what the other last said, its `pid` among it: a builder leaves word once it builds. Raises
+        `stuck`.
+        """
+        last, since = None, time.monotonic()
+        while not self.builder.try_take():
+            words = self.builder.read_note()
+            if words:
+                waiting(words)
+            if words != last:
+                last, since = words, time.monotonic()
+            elif time.monotonic() - since > SILENT_HOLDER_S:
+                who = f"Process {words['pid']}" if words and "pid" in words else "A process"
+                text = f"{who} builds this data set and has said nothing for {SILENT_HOLDER_S:.0f} s."
+                raise MachineError("stuck", text, "End or continue that process; what it has built is kept.")
+            time.sleep(POLL_S)
+        self.builder.note({})  # a dead builder's last words are no longer true
+        self._wait_for_orphans()
+
+    def _wait_for_orphans(self) -> None:
+        deadline = time.monotonic() + ORPHANS_S
+        while not self.writers.try_take():
+            if time.monotonic() > deadline:
+                text = f"Workers of a dead build still hold {str(self.writers.path)!r} after {ORPHANS_S:.0f} s."
+                raise MachineError("stuck", text, f"See who with: fuser -v {self.writers.path}")
+            time.sleep(POLL_S)
+        self.writers.release()  # workers hold it shared from here on; nobody else is builder
+
+    def release(self) -> None:
+        """Gives both up and removes their files; a lock that an orphan holds keeps its file, or nobody would see it."""
+        if self.writers.try_take():
+            self.writers.release(unlink=True)
+        self.builder.release(unlink=True)

@@ -1,0 +1,93 @@
+"""What the preparing child tells its parent: JSON lines, each written at once, progress at most ten times a second."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from typing import Any
+
+from dataserve.protocol.errors import DataserveError
+
+from . import store
+from .fingerprint import Verdict
+
+PROGRESS_S = 0.1
+
+
+class Reporter:
+    """Writes events to a descriptor. Any thread may call it."""
+
+    def __init__(self, handle: int) -> None:
+        self._handle = handle
+        self._lock = threading.Lock()
+        self._stage = ""
+        self._stage_since = 0.0
+        self._stage_from = 0
+        self._last = 0.0
+        self._waiting_for: int | None = None
+
+    def verdict(self, verdict: Verdict) -> None:
+        """HIT or MISS and why."""
+        self._say("verdict", hit=verdict.hit, fingerprint=verdict.fingerprint, reasons=verdict.reasons)
+
+    def waiting(self, words: dict[str, Any]) -> None:
+        """Another process builds the same: its pid once, then its progress as it told it."""
+        if self._waiting_for != words.get("pid"):
+            self._waiting_for = words.get("pid")
+            self._say("waiting", pid=self._waiting_for)
+        if {"stage", "done", "total"} <= words.keys():
+            self.progress(words["stage"], words["done"], words["total"])
+
+    def space(self, need_bytes: int, free_bytes: int) -> None:
+        """The room that the store needs and the room that there is."""
+        self._say("space", need_bytes=need_bytes, free_bytes=free_bytes)
+
+    def progress(self, stage: str, done: int, total: int | None) -> None:
+        """How far the stage has come; dropped where the last one is less than a tenth of a second old, unless it is a
+        new stage or its end."""
+        now = time.monotonic()
+        with self._lock:
+            if stage != self._stage:
+                self._stage, self._stage_since, self._stage_from = stage, now, done
+            elif now - self._last < PROGRESS_S and done != total:
+                return
+            if done == self._stage_from:
+                self._stage_since = now  # workers that still start are no part of the rate
+            self._last = now
+            took = now - self._stage_since
+            rate = (done - self._stage_from) / took if took > 0 and done > self._stage_from else None
+            eta = (total - done) / rate if rate and total is not None else None
+        rounded = None if rate is None else round(rate, 1), None if eta is None else round(eta, 1)
+        self._say("progress", stage=stage, done=done, total=total, rate=rounded[0], eta_s=rounded[1])
+
+    def sealed(self, found: store.Sealed, *, hit: bool) -> None:
+        """The store is there."""
+        self._say(
+            "sealed",
+            path=found.path,
+            id=found.id,
+            fingerprint=found.manifest.fingerprint,
+            rows=found.manifest.rows,
+            size_bytes=found.manifest.size_bytes,
+            hit=hit,
+        )
+
+    def failed(self, error: DataserveError) -> None:
+        """It cannot be done."""
+        self._say("failed", code=error.code, text=error.text, remedy=error.remedy)
+
+    def _say(self, event: str, **fields: Any) -> None:
+        line = json.dumps({"event": event, **fields}).encode() + b"\n"
+        try:
+            with self._lock:
+                done = 0
+                while done < len(line):
+                    done += os.write(self._handle, line[done:])
+        except BrokenPipeError:
+            os._exit(1)  # the parent is gone; so are we, and the workers see it
+
+    def close(self) -> None:
+        """Gives the descriptor back: the parent reads the end."""
+        os.close(self._handle)

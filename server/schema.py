@@ -1,0 +1,238 @@
+"""Samples to columns: what the first sample looks like, and putting each further one beside it.
+
+A sample is a tensor, array, picture, number or bool, or a tuple, list, dict or named tuple of these, nested. The first
+one fixes structure, types and shapes; one that differs is an error with both, never a cast.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from dataserve.protocol import limits, manifest
+from dataserve.protocol.errors import DataError, DataserveError, UserError
+
+from . import images
+from .writer import Field
+
+
+class Leaf(NamedTuple):
+    """One field's value as it is stored: anything numpy assigns, its type by name, its shape, its meaning."""
+
+    value: Any
+    dtype: str
+    shape: tuple[int, ...]
+    logical: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Schema:
+    """The structure of a sample (protocol/manifest.py) and its columns, in the structure's order."""
+
+    structure: manifest.Structure
+    fields: tuple[Field, ...]
+
+    @classmethod
+    def of(cls, sample: Any, index: int = 0) -> Schema:
+        """The schema of that sample. Raises `bad_sample`, `bad_schema`, `not_built`."""
+        fields: list[Field] = []
+        structure = _grow(sample, "", _Names(sample), fields, index, 0)
+        if len(fields) > limits.COLUMNS:
+            text = f"Sample {index} has {len(fields)} fields, more than {limits.COLUMNS}."
+            raise DataError("bad_schema", text, "Stack fields of one type and shape into one array.")
+        return cls(structure, tuple(fields))
+
+    def put(self, sample: Any, index: int, row: int, columns: Sequence[npt.NDArray[Any]]) -> None:
+        """Writes the sample at that index of the source into that row of each column.
+
+        Raises `bad_schema` where it does not fit, with both shapes, and `bad_sample`.
+        """
+        found = flatten(sample, self.structure, index)
+        for field, column, value in zip(self.fields, columns, found, strict=True):
+            leaf = _leaf(value, field.name, index)
+            if (leaf.dtype, leaf.shape, leaf.logical) != field[1:]:
+                raise DataError(
+                    "bad_schema",
+                    f"Sample {index} does not fit the first one: {field.name} is {_show(leaf)}, not {_show(field)}.",
+                    "Bring all samples to one shape and type, with a --transform that resizes, crops or pads.",
+                )
+            column[row] = leaf.value
+
+    def put_block(self, block: Mapping[str, npt.NDArray[Any]], columns: Sequence[npt.NDArray[Any]]) -> None:
+        """Writes whole arrays into whole columns: the samples of a source that has them so. They fit, as all rows of
+        an array have one shape and type."""
+        for column, array in zip(columns, block.values(), strict=True):
+            column[: len(array)] = array
+
+
+def flatten(sample: Any, structure: manifest.Structure, index: int) -> Iterator[Any]:
+    """The values of a sample in the order of the structure. Raises `bad_schema` where it has another one."""
+    ((kind, inner),) = structure.items()
+    if kind == "column":
+        yield sample
+        return
+    if kind == "dict":
+        if isinstance(sample, Mapping) and len(sample) == len(inner) and all(key in sample for key, _ in inner):
+            for key, below in inner:
+                yield from flatten(sample[key], below, index)
+            return
+    elif kind == "namedtuple":
+        if isinstance(sample, tuple) and getattr(sample, "_fields", None) == tuple(key for key, _ in inner["fields"]):
+            for value, (_, below) in zip(sample, inner["fields"], strict=True):
+                yield from flatten(value, below, index)
+            return
+    elif isinstance(sample, tuple if kind == "tuple" else list) and len(sample) == len(inner):
+        for value, below in zip(sample, inner, strict=True):
+            yield from flatten(value, below, index)
+        return
+    expected = f"a {kind} of {len(inner['fields'] if kind == 'namedtuple' else inner)}"
+    size = f" of {len(sample)}" if isinstance(sample, tuple | list | Mapping) else ""
+    text = f"Sample {index} has another structure than the first: a {type(sample).__name__}{size}, not {expected}."
+    raise DataError("bad_schema", text, "Give all samples the same fields, with a --transform for instance.")
+
+
+class _Names:
+    """Names of columns: sanitised, unique, and short enough for a file."""
+
+    def __init__(self, sample: Any) -> None:
+        self._taken = {manifest.ORIGINS}
+        pair = type(sample) is tuple and len(sample) == 2 and _is_image(sample[0]) and _is_label(sample[1])
+        self._pair = {"0": "image", "1": "label"} if pair else {}
+        self._bare = "image" if _is_image(sample) else "value"
+
+    def name(self, path: str) -> str:
+        """A column name for the field at that path, its steps joined by `/`."""
+        if path in self._pair:
+            plain = self._pair[path]
+        else:
+            plain = re.sub(r"[^A-Za-z0-9_-]+", "_", path) or self._bare
+            if plain[0].isdigit():
+                plain = f"field_{plain}"
+        plain = plain.lstrip("-")[: limits.COLUMN_CHARS - 8] or "field"  # room for _2, .values, .offsets
+        name, number = plain, 2
+        while name in self._taken:
+            name, number = f"{plain}_{number}", number + 1
+        self._taken.add(name)
+        return name
+
+
+def _grow(sample: Any, path: str, names: _Names, fields: list[Field], index: int, depth: int) -> dict[str, Any]:
+    """The structure of a sample; its columns are added to `fields`."""
+    if depth > limits.STRUCTURE_DEPTH:
+        text = f"Sample {index} is nested deeper than {limits.STRUCTURE_DEPTH}."
+        raise DataError("bad_schema", text, "Flatten it with a --transform.")
+
+    def below(key: object, value: Any) -> dict[str, Any]:
+        return _grow(value, f"{path}/{key}" if path else str(key), names, fields, index, depth + 1)
+
+    if isinstance(sample, tuple | list | Mapping) and not sample:
+        raise DataError("bad_schema", f"Sample {index} is empty at {path or 'its top'}.", "Leave that field out.")
+    if isinstance(sample, Mapping):
+        for key in sample:
+            if type(key) is not str or not key.isprintable():
+                text = f"Sample {index} has the key {key!r} at {path or 'its top'}; keys are printable text."
+                raise DataError("bad_schema", text, "Rename it with a --transform.")
+        return {"dict": [[key, below(key, value)] for key, value in sample.items()]}
+    if isinstance(sample, tuple) and hasattr(sample, "_fields"):
+        pairs = [[key, below(key, value)] for key, value in zip(sample._fields, sample, strict=True)]
+        return {"namedtuple": {"name": type(sample).__name__, "fields": pairs}}
+    if isinstance(sample, tuple | list):
+        kind = "tuple" if isinstance(sample, tuple) else "list"
+        return {kind: [below(key, value) for key, value in enumerate(sample)]}
+    name = names.name(path)
+    leaf = _leaf(sample, name, index)
+    field = Field(name, leaf.dtype, leaf.shape, leaf.logical)
+    if 0 in leaf.shape or len(leaf.shape) > limits.RANK or field.item_bytes > limits.ROW_BYTES:
+        text = f"Sample {index}: {name} has the shape {leaf.shape} of {leaf.dtype}, which a store cannot hold."
+        raise DataError("bad_schema", text, f"At least 1 element, {limits.RANK} dimensions, {limits.ROW_BYTES} bytes.")
+    fields.append(field)
+    return {"column": name}
+
+
+def _leaf(value: Any, name: str, index: int) -> Leaf:
+    """One value as it is stored. Raises `bad_sample` for what cannot be stored, `not_built` for text and bytes."""
+    if isinstance(value, np.ndarray | np.generic):  # before the numbers: np.float64 is a float too
+        return _array(value, name, index)
+    if isinstance(value, bool | int | float | complex):
+        return _number(value, name, index)
+    if _is_image_object(value):
+        return _picture(value, name, index)
+    if (torch := sys.modules.get("torch")) is not None and isinstance(value, torch.Tensor):
+        return _tensor(torch, value, name, index)
+    kind = type(value).__name__
+    if isinstance(value, str | bytes):
+        text = f"Sample {index}: {name} is {kind}; columns of text and bytes are not built yet."
+        raise UserError("not_built", text, "Encode it as an array of one shape in a --transform, or leave it out.")
+    text = f"Sample {index}: {name} is a {kind}, which a store cannot hold."
+    raise DataError("bad_sample", text, "Return tensors, arrays, pictures, numbers or bools: use a --transform.")
+
+
+def _number(value: complex, name: str, index: int) -> Leaf:
+    """Python's own numbers: 64 bits hold each exactly, or it is refused."""
+    if isinstance(value, bool):
+        return Leaf(value, "bool", ())
+    if isinstance(value, int):
+        if not -(2**63) <= value < 2**63:
+            raise DataError("bad_sample", f"Sample {index}: {name} is {value}, which int64 cannot hold.")
+        return Leaf(int(value), "int64", ())
+    return Leaf(value, "float64" if isinstance(value, float) else "complex128", ())
+
+
+def _array(value: npt.NDArray[Any] | np.generic, name: str, index: int) -> Leaf:
+    dtype = value.dtype.name  # the same for both byte orders: assignment converts
+    if dtype not in manifest.DTYPES or isinstance(value, np.ma.MaskedArray):
+        what = "a masked array" if isinstance(value, np.ma.MaskedArray) else f"of the type {value.dtype}"
+        text = f"Sample {index}: {name} is {what}, which a store cannot hold."
+        raise DataError("bad_sample", text, f"Convert it to one of: {', '.join(manifest.DTYPES)}.")
+    return Leaf(value, dtype, value.shape)
+
+
+def _tensor(torch: Any, value: Any, name: str, index: int) -> Leaf:
+    try:
+        value = value.detach().cpu().resolve_conj().resolve_neg()
+        if value.dtype == torch.bfloat16:
+            bits = value.contiguous().view(torch.int16).numpy().view(np.uint16)
+            return Leaf(bits, "bfloat16", bits.shape)
+        return _array(value.numpy(), name, index)
+    except (TypeError, RuntimeError) as error:  # sparse, quantised, float8, meta
+        text = f"Sample {index}: {name} is a tensor of {value.dtype} that numpy cannot take: {error}"
+        raise DataError("bad_sample", text, "Convert it in a --transform.") from None
+
+
+def _picture(value: Any, name: str, index: int) -> Leaf:
+    try:
+        pixels = images.to_array(value)
+    except DataserveError as error:
+        raise DataError("bad_sample", f"Sample {index}: {name}: {error.text}", error.remedy) from None
+    except Exception as error:  # noqa: BLE001 - Pillow raises OSError, SyntaxError, ValueError and more while it decodes
+        text = f"Sample {index}: {name} failed at the stage decode: {type(error).__name__}: {error}."
+        raise DataError("bad_sample", text, "Mend or remove it, then prepare again.") from None
+    return Leaf(pixels, "uint8", pixels.shape, "image")
+
+
+def _is_image_object(value: Any) -> bool:
+    pil = sys.modules.get("PIL.Image")
+    return pil is not None and isinstance(value, pil.Image)
+
+
+def _is_image(value: Any) -> bool:
+    """What a pair's first place must be to be called `image`."""
+    return _is_image_object(value) or len(getattr(value, "shape", ())) == 3
+
+
+def _is_label(value: Any) -> bool:
+    """What a pair's second place must be to be called `label`: one integer."""
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        return False
+    return getattr(value, "shape", ()) == ()
+
+
+def _show(item: Leaf | Field) -> str:
+    shape = " x ".join(map(str, item.shape)) if item.shape else "one"
+    return f"{item.dtype} {shape}" + (f" ({item.logical})" if item.logical else "")

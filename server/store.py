@@ -1,0 +1,266 @@
+"""Sealed stores on disk: where they lie, opening and checking one, listing, finding, removing. numpy and json only.
+
+A sealed store is a folder that appeared by one rename and is never written again (FORMAT.md). What is being built lies
+under `.building`, what is being removed under `.trash`; nobody looks into either for a store.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import re
+import shutil
+import stat
+import zlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from dataserve.protocol import limits, manifest
+from dataserve.protocol.errors import DataError, DataserveError, MachineError, UserError
+from dataserve.protocol.manifest import Manifest, Part
+
+BUILDING = ".building"
+INDEX = ".index"
+TRASH = ".trash"
+
+_FOLDER = re.compile(rf"({limits.NAME.pattern})-[0-9a-f]{{{limits.FINGERPRINT_DIGITS}}}")
+_REBUILD = "Remove it and prepare the data again."
+# Non-blocking, so that a planted FIFO cannot hang the opener; regular files do not care.
+_READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+
+
+@dataclass(frozen=True, slots=True)
+class Sealed:
+    """A checked store: its absolute folder, its manifest, and its id (the SHA-256 of the manifest's bytes)."""
+
+    path: str
+    manifest: Manifest
+    id: str
+
+
+def default_root(environ: Mapping[str, str]) -> Path:
+    """The store root: `$DATASERVE_STORE`, else `$XDG_CACHE_HOME/dataserve`, else `~/.cache/dataserve`."""
+    if named := environ.get("DATASERVE_STORE"):
+        return Path(os.path.abspath(named))
+    cache = environ.get("XDG_CACHE_HOME", "")
+    if not os.path.isabs(cache):  # the XDG specification has relative paths ignored
+        cache = os.path.join(environ.get("HOME") or os.path.expanduser("~"), ".cache")
+    return Path(cache, "dataserve")
+
+
+def make_root(root: str | os.PathLike[str]) -> Path:
+    """The store root as an absolute path, made 0700 where it is missing. Raises `no_access`, `no_space`,
+    `unsafe_folder` where it belongs to another user or anybody may write in it."""
+    path = Path(os.path.abspath(root))
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = path.stat()
+    except OSError as error:
+        raise machine_error(error, path, "The store root cannot be made") from None
+    if found.st_uid != os.geteuid():
+        text = f"The store root {str(path)!r} belongs to user {found.st_uid}, not to {os.geteuid()}."
+        raise MachineError("unsafe_folder", text, "Choose a folder of your own with --store or $DATASERVE_STORE.")
+    if found.st_mode & stat.S_IWOTH:
+        text = f"The store root {str(path)!r} has mode {stat.S_IMODE(found.st_mode):04o}: anybody may write in it."
+        raise MachineError("unsafe_folder", text, f"Run chmod o-w {path}, or choose another with --store.")
+    return path
+
+
+def open_sealed(path: str | os.PathLike[str], *, thorough: bool = False) -> Sealed:
+    """The store in that folder: manifest parsed, each file regular, of the exact size, with the exact header.
+
+    `thorough` reads all of it and compares every checksum. Raises `bad_store`, or `no_access` with the path.
+    """
+    where = os.path.abspath(path)
+    try:
+        folder = os.open(where, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except (FileNotFoundError, NotADirectoryError):
+        raise DataError("bad_store", f"There is no store at {where!r}.") from None
+    except OSError as error:
+        raise machine_error(error, where, "The store cannot be opened") from None
+    try:
+        data = _read_manifest(folder)
+        found = manifest.parse(data)
+        for part, dtype, shape in _files(found):
+            _check_file(folder, part, dtype, shape, found.chunk_rows if thorough else 0)
+    except DataError as error:
+        text = f"The store {where!r} cannot be used: {error.text}"
+        raise DataError("bad_store", text, error.remedy or _REBUILD) from None
+    except PermissionError as error:
+        raise machine_error(error, where, "The store cannot be read") from None
+    finally:
+        os.close(folder)
+    return Sealed(where, found, manifest.identify(data))
+
+
+def list_sealed(root: str | os.PathLike[str]) -> list[Sealed]:
+    """All usable stores below that root, by folder name. Empty where there is no such root."""
+    return [found for _, found in _scan(root) if isinstance(found, Sealed)]
+
+
+def list_damaged(root: str | os.PathLike[str]) -> list[tuple[str, DataserveError]]:
+    """Folders below that root that look like stores and cannot be used, each with the reason."""
+    return [(path, found) for path, found in _scan(root) if not isinstance(found, Sealed)]
+
+
+def find(root: str | os.PathLike[str], name: str) -> Sealed:
+    """The store called `NAME`, or `NAME@prefix` by the start of its fingerprint.
+
+    Raises `unknown_dataset` or `ambiguous_dataset`, both with what there is, or what a damaged one raises.
+    """
+    plain, _, prefix = name.partition("@")
+    found = [item for path, item in _scan(root) if _fits(path, plain, prefix)]
+    whole = [item for item in found if isinstance(item, Sealed)]
+    if len(whole) == 1:
+        return whole[0]
+    if len(whole) > 1:
+        which = ", ".join(f"{item.manifest.name}@{item.manifest.fingerprint[:8]}" for item in whole)
+        text = f"{name!r} names {len(whole)} stores in {os.fspath(root)!r}: {which}."
+        raise UserError("ambiguous_dataset", text, "Name one of them with its digits.")
+    for item in found:
+        assert isinstance(item, DataserveError)
+        raise item
+    names = sorted({item.manifest.name for item in list_sealed(root)})
+    text = f"There is no store called {name!r} in {os.fspath(root)!r}."
+    raise UserError("unknown_dataset", text, f"There are: {', '.join(names)}." if names else "There is none at all.")
+
+
+def remove(root: str | os.PathLike[str], sealed: Sealed) -> None:
+    """Takes a store away: by one rename into `.trash`, then file by file. Readers keep what they have mapped."""
+    discard(root, sealed.path)
+
+
+def discard(root: str | os.PathLike[str], path: str | os.PathLike[str]) -> None:
+    """`remove` of a folder below the root that may be damaged. Raises `no_access`."""
+    trash = Path(root, TRASH)
+    target = trash / f"{Path(path).name}.{os.urandom(8).hex()}"
+    try:
+        trash.mkdir(mode=0o700, exist_ok=True)
+        os.rename(path, target)
+        sync_folder(root)
+    except OSError as error:
+        raise machine_error(error, path, "The store cannot be removed") from None
+    shutil.rmtree(target, ignore_errors=True)
+    with contextlib.suppress(OSError):  # another removal may still be in it
+        trash.rmdir()
+
+
+def machine_error(
+    error: OSError, path: str | os.PathLike[str], what: str, need_bytes: int | None = None
+) -> MachineError:
+    """That refusal of the operating system as an error with the path, the room needed and free, and the remedy."""
+    where = os.fspath(path)
+    text = f"{what}: {where!r}: {os.strerror(error.errno) if error.errno else error}"
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        need = f"; {need_bytes} bytes are needed" if need_bytes is not None else ""
+        with contextlib.suppress(OSError):
+            text += f"{need}, {free_bytes(where)} are free on that file system"
+        remedy = "Make room or raise the quota, or choose another place with --store or $DATASERVE_STORE."
+        return MachineError("no_space", text + ".", remedy)
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        return MachineError("no_access", text + ".", "Raise the limit on open files: ulimit -n 4096.")
+    remedy = "Grant this user access, or choose another place with --store or $DATASERVE_STORE."
+    return MachineError("no_access", text + ".", remedy)
+
+
+def free_bytes(path: str | os.PathLike[str]) -> int:
+    """Room for an ordinary user on the file system of that path, or of its nearest folder that exists."""
+    where = Path(path)
+    while not where.exists() and where != where.parent:
+        where = where.parent
+    found = os.statvfs(where)
+    return found.f_bavail * found.f_frsize
+
+
+def sync_folder(path: str | os.PathLike[str]) -> None:
+    """Makes the names in a folder durable."""
+    folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def _fits(path: str, name: str, prefix: str) -> bool:
+    """Whether that folder is a store of that name, and its fingerprint goes with that prefix, as far as it is named."""
+    plain, _, digits = os.path.basename(path).rpartition("-")
+    return plain == name and digits.startswith(prefix[: limits.FINGERPRINT_DIGITS])
+
+
+def _scan(root: str | os.PathLike[str]) -> Iterator[tuple[str, Sealed | DataserveError]]:
+    try:
+        names = sorted(name for name in os.listdir(root) if _FOLDER.fullmatch(name))
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise machine_error(error, root, "The store root cannot be read") from None
+    for name in names:
+        path = os.path.join(os.path.abspath(root), name)
+        try:
+            yield path, open_sealed(path)
+        except DataserveError as error:
+            yield path, error
+
+
+def _files(found: Manifest) -> Iterator[tuple[Part, str, tuple[int, ...]]]:
+    """Each file with the element type and the shape that its header must name."""
+    for column in found.columns:
+        for part in column.parts:
+            yield part, column.dtype, (part.rows, *column.shape)
+        for part in column.offsets:
+            yield part, "int64", (part.rows,)
+
+
+def _open_regular(folder: int, name: str) -> int:
+    """A descriptor of a regular file in that folder, never through a link."""
+    try:
+        handle = os.open(name, _READ, dir_fd=folder)
+    except FileNotFoundError:
+        raise DataError("bad_store", f"{name} is missing.") from None
+    except PermissionError:
+        raise
+    except OSError as error:
+        why = "is a symbolic link" if error.errno == errno.ELOOP else f"cannot be opened: {error.strerror}"
+        raise DataError("bad_store", f"{name} {why}.") from None
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise DataError("bad_store", f"{name} is no regular file.")
+    return handle
+
+
+def _read_manifest(folder: int) -> bytes:
+    handle = _open_regular(folder, manifest.FILE)
+    with open(handle, "rb") as file:
+        return file.read(limits.MANIFEST_BYTES + 1)  # `parse` refuses what is longer than the cap
+
+
+def _check_file(folder: int, part: Part, dtype: str, shape: tuple[int, ...], chunk_rows: int) -> None:
+    """One file against its manifest; its checksums too where `chunk_rows` is not 0."""
+    handle = _open_regular(folder, part.file)
+    try:
+        size = os.fstat(handle).st_size
+        if size != part.size_bytes:
+            raise DataError("bad_store", f"{part.file} has {size} bytes, not {part.size_bytes}.")
+        if os.pread(handle, limits.HEADER_BYTES, 0) != manifest.npy_header(dtype, shape):
+            raise DataError("bad_store", f"{part.file} has a header that is not its manifest's.")
+        if chunk_rows:
+            _check_sums(handle, part, chunk_rows * manifest.row_bytes(dtype, shape[1:]))
+    finally:
+        os.close(handle)
+
+
+def _check_sums(handle: int, part: Part, chunk_bytes: int) -> None:
+    for index, expected in enumerate(part.crcs):
+        start = limits.HEADER_BYTES + index * chunk_bytes
+        stop = min(start + chunk_bytes, part.size_bytes)
+        crc = 0
+        while start < stop:
+            piece = os.pread(handle, min(stop - start, limits.CHUNK_BYTES), start)
+            if not piece:
+                raise DataError("bad_store", f"{part.file} ends at byte {start}.")
+            crc = zlib.crc32(piece, crc)
+            start += len(piece)
+        if crc != expected:
+            raise DataError("bad_store", f"Chunk {index} of {part.file} has CRC {crc:08x}, not {expected:08x}.")

@@ -1,0 +1,174 @@
+"""server/schema.py: any sample that a store can hold comes back bit for bit; any other is refused with what it was."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+
+from dataserve.protocol import manifest
+from dataserve.protocol.errors import DataError, UserError
+from dataserve.server.schema import Schema, flatten
+
+
+class Point(NamedTuple):
+    x: Any
+    y: Any
+
+
+def stored(sample: Any) -> dict[str, Any]:
+    """Each column's one row, after a way through the schema."""
+    schema = Schema.of(sample)
+    columns = [field.buffer(1) for field in schema.fields]
+    schema.put(sample, 0, 0, columns)
+    return {field.name: column[0] for field, column in zip(schema.fields, columns, strict=True)}
+
+
+def names(sample: Any) -> list[str]:
+    return [field.name for field in Schema.of(sample).fields]
+
+
+def test_an_image_and_an_integer_are_called_image_and_label() -> None:
+    picture = Image.new("RGB", (4, 2))
+    assert names((picture, 3)) == ["image", "label"]
+    assert names((torch.zeros(3, 2, 4), torch.tensor(3))) == ["image", "label"]
+    assert names((picture, picture)) == ["field_0", "field_1"]
+    assert names((picture, 0.5)) == ["field_0", "field_1"]
+    assert names(picture) == ["image"]
+    assert names(7) == ["value"]
+
+
+def test_names_are_sanitised_and_unique() -> None:
+    assert names({"a b": 1, "a/b": 2, "a_b": 3, "../x": 4, "origins": 5}) == [
+        "a_b",
+        "a_b_2",
+        "a_b_3",
+        "_x",
+        "origins_2",
+    ]
+    assert names({"target": {"box": 1}, "9": (2, 3)}) == ["target_box", "field_9_0", "field_9_1"]
+    assert len(names({"x" * 500: 1})[0]) <= 64
+
+
+def test_a_nested_sample_keeps_its_structure() -> None:
+    schema = Schema.of({"a": (1, [2.0]), "p": Point(True, {"z": np.uint8(3)})})
+    assert schema.structure == {
+        "dict": [
+            ["a", {"tuple": [{"column": "a_0"}, {"list": [{"column": "a_1_0"}]}]}],
+            [
+                "p",
+                {
+                    "namedtuple": {
+                        "name": "Point",
+                        "fields": [["x", {"column": "p_x"}], ["y", {"dict": [["z", {"column": "p_y_z"}]]}]],
+                    }
+                },
+            ],
+        ]
+    }
+    assert [field.dtype for field in schema.fields] == ["int64", "float64", "bool", "uint8"]
+    assert manifest.leaves(schema.structure) == [field.name for field in schema.fields]
+
+
+@pytest.mark.parametrize("name", sorted(manifest.DTYPES.keys() - {"bfloat16"}))
+def test_every_type_is_stored_bit_for_bit(name: str) -> None:
+    array = np.frombuffer(bytes(range(1, 97)), np.uint8).view(np.dtype(name) if name != "bool" else np.uint8)
+    array = (array % 2).astype(bool) if name == "bool" else array
+    assert stored(array)["value"].tobytes() == array.tobytes()
+    assert Schema.of(array).fields[0].dtype == name
+
+
+def test_bfloat16_is_stored_as_its_bits_under_its_name() -> None:
+    tensor = torch.tensor([1.0, -2.5, float("inf")], dtype=torch.bfloat16)
+    assert Schema.of(tensor).fields[0].dtype == "bfloat16"
+    assert stored(tensor)["value"].tolist() == [0x3F80, 0xC020, 0x7F80]
+
+
+def test_tensors_come_as_they_are_whatever_their_strides_and_grad() -> None:
+    tensor = torch.arange(6.0, requires_grad=True).reshape(2, 3).T
+    np.testing.assert_array_equal(stored(tensor)["value"], tensor.detach().numpy())
+
+
+@given(st.integers(-(2**63), 2**63 - 1), st.floats(allow_nan=False), st.booleans())
+def test_numbers_are_exact(integer: int, real: float, flag: bool) -> None:
+    found = stored({"i": integer, "r": real, "f": flag})
+    assert (found["i"].item(), found["r"].item(), found["f"].item()) == (integer, real, flag)
+
+
+def test_the_other_byte_order_keeps_its_values() -> None:
+    assert stored(np.array([1, 258], ">i4"))["value"].tolist() == [1, 258]
+
+
+def test_a_picture_is_an_image_column() -> None:
+    field = Schema.of(Image.new("L", (5, 4))).fields[0]
+    assert field == ("image", "uint8", (1, 4, 5), "image")
+
+
+@pytest.mark.parametrize(
+    ("sample", "code"),
+    [
+        (2**63, "bad_sample"),
+        (None, "bad_sample"),
+        (object(), "bad_sample"),
+        (np.array(["a"]), "bad_sample"),
+        (np.array([None]), "bad_sample"),
+        (np.ma.masked_array([1, 2], [True, False]), "bad_sample"),
+        (torch.zeros(2, 2).to_sparse(), "bad_sample"),
+        (Image.new("I", (2, 2)), "bad_sample"),
+        ((), "bad_schema"),
+        ({}, "bad_schema"),
+        ({1: 2}, "bad_schema"),
+        (np.zeros((3, 0)), "bad_schema"),
+        (list(range(600)), "bad_schema"),
+        ([[[[[[[[[[1]]]]]]]]]], "bad_schema"),
+    ],
+)
+def test_what_a_store_cannot_hold_is_refused(sample: Any, code: str) -> None:
+    with pytest.raises(DataError) as caught:
+        Schema.of(sample, 4)
+    assert caught.value.code == code
+    assert "Sample 4" in caught.value.text
+
+
+@pytest.mark.parametrize("value", ["text", b"bytes"])
+def test_text_and_bytes_are_not_built_yet_and_say_so(value: object) -> None:
+    with pytest.raises(UserError, match="not built") as caught:
+        Schema.of((value, 1))
+    assert caught.value.code == "not_built"
+
+
+FIRST = {"image": np.zeros((3, 4, 4), np.uint8), "label": 1}
+
+
+@pytest.mark.parametrize(
+    ("sample", "reason"),
+    [
+        ({**FIRST, "image": np.zeros((3, 4, 5), np.uint8)}, "image is uint8 3 x 4 x 5, not uint8 3 x 4 x 4"),
+        ({**FIRST, "image": np.zeros((3, 4, 4), np.float32)}, "image is float32 3 x 4 x 4, not uint8"),
+        ({**FIRST, "label": 1.0}, "label is float64 one, not int64 one"),
+        ({**FIRST, "label": True}, "label is bool one, not int64 one"),
+        ({**FIRST, "label": np.int32(1)}, "label is int32 one, not int64 one"),
+        ({**FIRST, "more": 1}, "a dict of 3, not a dict of 2"),
+        ({"image": FIRST["image"]}, "a dict of 1, not a dict of 2"),
+        ((FIRST["image"], 1), "a tuple of 2, not a dict of 2"),
+        (7, "a int, not a dict of 2"),
+    ],
+)
+def test_a_sample_that_differs_from_the_first_is_refused_with_both(sample: Any, reason: str) -> None:
+    schema = Schema.of(FIRST)
+    columns = [field.buffer(1) for field in schema.fields]
+    with pytest.raises(DataError, match=reason) as caught:
+        schema.put(sample, 17, 0, columns)
+    assert caught.value.code == "bad_schema"
+    assert "Sample 17" in caught.value.text
+    assert caught.value.remedy
+
+
+def test_keys_in_another_order_find_their_columns() -> None:
+    schema = Schema.of({"a": 1, "b": 2})
+    assert list(flatten({"b": 20, "a": 10}, schema.structure, 0)) == [10, 20]
