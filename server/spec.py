@@ -18,16 +18,31 @@ Scalar = str | int | float | bool
 
 @dataclass(frozen=True, slots=True)
 class DatasetSpec:
-    """One data set to prepare and serve.
+    """One data set to prepare and serve: each field is a flag of the command line and a key of the TOML file.
 
-    `source` is `torchvision:NAME`, `arrays:FILE.npz` or `store:PATH|NAME`; `args` go to the source's constructor;
-    `transform` is `package.module:callable`, applied to each sample before it is stored.
+    `source` is `torchvision:NAME`, `imagefolder:PATH`, `arrays:FILE.npz`, `store:PATH|NAME` or `package.module:factory`;
+    `args` go to the source's constructor; `transform` is `package.module:callable`, applied to each sample before it
+    is stored.
     """
 
     name: str
     source: str
     args: Mapping[str, Scalar] = field(default_factory=dict)
     transform: str | None = None
+    # Pictures: `resize` and `crop` are SIZE or HxW, in pixels.
+    resize: str | None = None
+    crop: str | None = None
+    mode: str | None = None  #: RGB, L, RGBA or keep
+    max_pixels: int | None = None
+    truncated: bool = False  #: take pictures whose data ends early
+    # What becomes of samples that cannot be read: `max_bad` is N or P%.
+    on_error: str = "fail"  #: or skip
+    max_bad: str | None = None
+    # What the fingerprint covers.
+    identity: str = "stat"  #: or content
+    version: str | None = None
+    depends: tuple[str, ...] = ()
+    allow_random: bool = False
 
     def __post_init__(self) -> None:
         if not limits.NAME.fullmatch(self.name):
@@ -54,7 +69,7 @@ class DatasetSpec:
     @classmethod
     def from_map(cls, fields: Mapping[str, Any]) -> DatasetSpec:
         """The spec of `to_map`."""
-        return cls(fields["name"], fields["source"], dict(fields["args"]), fields["transform"])
+        return cls(**{**fields, "depends": tuple(fields["depends"])})
 
 
 def default_name(source: str) -> str:
