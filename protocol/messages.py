@@ -276,14 +276,14 @@ class Error(Message):
     @classmethod
     def of(cls, error: DataserveError) -> Error:
         """The message that carries that error, its text cut to what a frame takes."""
-        return cls(error.code, _printable(error.text), _printable(error.remedy), error.retryable)
+        return cls(error.code, printable(error.text), printable(error.remedy), error.retryable)
 
     def to_exception(self) -> DataserveError:
         """The error that it carries."""
         return from_code(self.code, self.text, self.remedy, self.retryable)
 
 
-def _printable(string: str) -> str:
+def printable(string: str) -> str:
     """Text that any frame takes: valid UTF-8, no control characters, cut to the cap."""
     string = string.encode("utf-8", "backslashreplace").decode()
     string = "".join(letter if letter == "\n" or 32 <= ord(letter) != 127 else "�" for letter in string)

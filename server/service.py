@@ -1,0 +1,156 @@
+"""The daemon's loop: what comes in becomes an event, what the engine wants is done. One thread, no waiting but in `poll`.
+
+It imports no clock, socket or file: all come as arguments, so that a test can turn it by hand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from dataserve.protocol import codec, limits
+from dataserve.protocol.errors import PeerError, ServerError
+from dataserve.protocol.messages import Error
+
+from .engine import Engine
+from .events import (
+    Effect,
+    Event,
+    FrameRefused,
+    Log,
+    ProbeProcess,
+    ProcessProbed,
+    Reply,
+    RequestArrived,
+    StopDaemon,
+    Ticked,
+)
+
+
+class HubLike(Protocol):
+    """What transport.Hub gives."""
+
+    def register(self, descriptor: int) -> None:
+        """Watch it."""
+
+    def unregister(self, descriptor: int) -> None:
+        """Watch it no longer."""
+
+    def poll(self, timeout_s: float) -> tuple[list[tuple[bytes, bytes]], set[int]]:
+        """Frames by connection, and other descriptors that can be read."""
+
+    def send(self, peer: bytes, frame: bytes) -> bool:
+        """Send without waiting."""
+
+
+class BuildersLike(Protocol):
+    """What builders.Builders gives."""
+
+    def start(self) -> None:
+        """Begin to prepare."""
+
+    def descriptors(self) -> set[int]:
+        """What to watch."""
+
+    def collect(self) -> list[Event]:
+        """What has happened, without waiting."""
+
+    def close(self) -> None:
+        """End all children."""
+
+
+class Service:
+    """Runs one daemon until it is told to stop.
+
+    `probe(pid, start_time)` says whether that process is there, `clock()` the seconds of a steady clock, `log(text)` tells
+    the operator; `stop_fd` becomes readable when a signal wants the end.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        hub: HubLike,
+        builders: BuildersLike,
+        probe: Callable[[int, int], bool],
+        clock: Callable[[], float],
+        boot: bytes,
+        stop_fd: int,
+        log: Callable[[str], None],
+    ) -> None:
+        self._engine = engine
+        self._hub = hub
+        self._builders = builders
+        self._probe = probe
+        self._clock = clock
+        self._boot = boot
+        self._stop_fd = stop_fd
+        self._log = log
+        self._watched: set[int] = set()
+        self._running = True
+
+    def run(self) -> None:
+        """Serve until `stop` or a signal; the children are ended before it returns."""
+        self._hub.register(self._stop_fd)
+        try:
+            self._builders.start()
+            next_tick = self._clock()
+            while self._running:
+                next_tick = self._turn(next_tick)
+        finally:
+            self._builders.close()
+
+    def _turn(self, next_tick: float) -> float:
+        """Wait for one thing or more and deal with all of them; returns when the next tick is due."""
+        self._watch(self._builders.descriptors())
+        frames, ready = self._hub.poll(next_tick - self._clock())
+        if self._stop_fd in ready:
+            self._running = False
+        for peer, frame in frames:
+            self._take_frame(peer, frame)
+        ticks = self._clock() >= next_tick
+        if ticks or ready & self._watched:
+            for event in self._builders.collect():
+                self._take(event)
+        if not ticks:
+            return next_tick
+        self._take(Ticked())
+        return self._clock() + limits.TICK_S
+
+    def _watch(self, wanted: set[int]) -> None:
+        for descriptor in self._watched - wanted:
+            self._hub.unregister(descriptor)
+        for descriptor in wanted - self._watched:
+            self._hub.register(descriptor)
+        self._watched = set(wanted)
+
+    def _take_frame(self, peer: bytes, frame: bytes) -> None:
+        try:
+            request = codec.decode_request(frame)
+        except PeerError as error:
+            self._take(FrameRefused(peer, codec.request_id(frame), error))
+            return
+        self._take(RequestArrived(peer, request.id, request.message))
+
+    def _take(self, event: Event) -> None:
+        """The engine's effects of an event. A fault of the engine is logged with its story, and the daemon lives on."""
+        try:
+            effects = self._engine.handle(event, self._clock())
+        except Exception as error:  # noqa: BLE001 - one client's request must not end what others live on
+            self._log(f"internal: {type(error).__name__}: {error}, by {repr(event)[:500]}")
+            if isinstance(event, RequestArrived):
+                fault = ServerError("internal", f"{type(error).__name__}: {error}", "See the daemon's log.")
+                self._do(Reply(event.peer, event.id, Error.of(fault)))
+            return
+        for effect in effects:
+            self._do(effect)
+
+    def _do(self, effect: Effect) -> None:
+        if isinstance(effect, Reply):
+            self._hub.send(effect.peer, codec.encode_reply(effect.id, self._boot, effect.message))
+        elif isinstance(effect, ProbeProcess):
+            alive = self._probe(effect.pid, effect.start_time)
+            self._take(ProcessProbed(effect.pid, effect.start_time, alive))
+        elif isinstance(effect, Log):
+            self._log(effect.text)
+        elif isinstance(effect, StopDaemon):
+            self._running = False
