@@ -96,7 +96,7 @@ class Hub:
         return True
 
     def close(self) -> None:
-        """Give everything back; replies that are under way have `FAREWELL_MS`. libzmq removes the socket file."""
+        """Give everything back; replies under way have `FAREWELL_MS`. The socket file is left to the caller."""
         self._router.close(FAREWELL_MS)
         self._context.term()
 
