@@ -7,7 +7,6 @@ import re
 
 # --- the wire -------------------------------------------------------------------------------------------------------
 FRAME_BYTES = 64 * 1024  #: a larger frame is dropped with its connection; the encoder refuses to make one
-PARTS = 4  #: parts of one multipart message; more are dropped unread
 TEXT_CHARS = 2048  #: an error's text or remedy
 PATH_BYTES = 4096  #: a store's path
 JOB_CHARS = 128  #: a job's name
@@ -39,6 +38,7 @@ CHUNK_BYTES = 4 * 1024 * 1024  #: what a chunk of rows aims at
 CHUNK_ROWS = 65536
 STRUCTURE_DEPTH = 8
 CLASSES = 1_000_000
+SKIPPED = 10_000  #: samples that `skipped` lists; where there are more its last item says how many
 
 # --- time -----------------------------------------------------------------------------------------------------------
 DEAD_S = 30.0  #: a holder whose process cannot be looked up is dead after this silence

@@ -80,6 +80,7 @@ class _Deferred(NamedTuple):
 
     request: RequestArrived
     lookups: set[Process]
+    looked_up: frozenset[Process]
 
 
 class Engine:
@@ -107,7 +108,7 @@ class Engine:
             if self._stopping:
                 raise ServerError("stopping", "The daemon is about to end.", retryable=True)
             if isinstance(event.message, Open):
-                return self._open(event, event.message, now, settled=False)
+                return self._open(event, event.message, now, frozenset())
             reply = _ANSWERS[type(event.message)](self, event.peer, event.message, now)
         except DataserveError as error:
             reply = Error.of(error)
@@ -174,25 +175,27 @@ class Engine:
 
     # --- open -------------------------------------------------------------------------------------------------------
 
-    def _open(self, event: RequestArrived, message: Open, now: float, *, settled: bool) -> list[Effect]:
-        """Register, refuse, or first have it looked up whether those in the way live (`settled`: that was done)."""
+    def _open(self, event: RequestArrived, message: Open, now: float, looked_up: frozenset[Process]) -> list[Effect]:
+        """Register, refuse, or first have it looked up whether those in the way live; `looked_up` have been and do."""
         peer = self._peers[event.peer]
+        if (again := self._registry.asked(event.peer, event.id, message)) is not None:
+            return [Reply(event.peer, event.id, Opened(again.stream))]
         try:
             if peer.hello is None:
                 raise PeerError("no_hello", "`open` came before `hello` on this connection.", retryable=True)
             partition = self._checked(message)
             hello = peer.hello
             self._drop_silent(now)
-            obstacles, refusal = self._registry.obstacles(message, hello)
+            obstacles, refusal = self._registry.obstacles(message)
         except DataserveError as error:
             return [Reply(event.peer, event.id, Error.of(error))]
-        lookups = {held.process for held in obstacles if self._can_look_up(held.hello)}
-        if refusal is not None and lookups and not settled:
-            self._deferred.append(_Deferred(event, lookups))
+        lookups = {held.process for held in obstacles if self._can_look_up(held.hello)} - looked_up
+        if lookups:
+            self._deferred.append(_Deferred(event, lookups, looked_up | lookups))
             return [ProbeProcess(*process) for process in sorted(lookups)]
         if refusal is not None:
             return [Reply(event.peer, event.id, Error.of(refusal))]
-        stream = self._registry.register(event.peer, hello, message, partition, now).stream
+        stream = self._registry.register(event.peer, event.id, hello, message, partition, now).stream
         return [Reply(event.peer, event.id, Opened(stream))]
 
     def _checked(self, message: Open) -> Partition:
@@ -249,7 +252,7 @@ class Engine:
             else:
                 assert isinstance(item.request.message, Open)
                 self._peers.setdefault(item.request.peer, Peer(now))
-                effects += self._open(item.request, item.request.message, now, settled=True)
+                effects += self._open(item.request, item.request.message, now, item.looked_up)
         return effects
 
     def _ticked(self, _event: Ticked, now: float) -> list[Effect]:

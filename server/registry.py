@@ -28,6 +28,7 @@ class Consumer:
 
     stream: int
     peer: bytes
+    request: int
     hello: Hello
     open: Open
     partition: Partition
@@ -64,7 +65,7 @@ class Consumer:
             "pid": self.hello.pid,
             "epoch": self.open.epoch,
             "position": self.position,
-            "samples_per_s": self.rates.samples_per_s_at(now),
+            "samples_per_s": self.rates.samples_per_s(now),
             "wait_share": self.rates.wait_share,
             "bound": self.rates.bound,
             "last_seen_s": max(0.0, now - self.seen),
@@ -78,6 +79,7 @@ class Registry:
     def __init__(self) -> None:
         self._consumers: dict[int, Consumer] = {}
         self._last_stream = 0
+        self._ranks: dict[Group, set[int]] = {}  # all that have been in a group since it began to live
 
     def __iter__(self) -> Iterator[Consumer]:
         return iter(self._consumers.values())
@@ -98,7 +100,16 @@ class Registry:
             raise PeerError("unknown_stream", text, "Open again.", retryable=True)
         return consumer
 
-    def register(self, peer: bytes, hello: Hello, message: Open, partition: Partition, now: float) -> Consumer:
+    def asked(self, peer: bytes, request: int, message: Open) -> Consumer | None:
+        """The consumer that this very request has registered: a client may send it again."""
+        for held in self:
+            if (held.peer, held.request, held.open) == (peer, request, message):
+                return held
+        return None
+
+    def register(
+        self, peer: bytes, request: int, hello: Hello, message: Open, partition: Partition, now: float
+    ) -> Consumer:
         """A new consumer in the place of what the same object had there: as this loader worker, or with another number
         of them."""
         self.drop(
@@ -109,16 +120,21 @@ class Registry:
             and (held.open.worker == message.worker or held.open.workers != message.workers)
         )
         self._last_stream += 1
-        consumer = Consumer(self._last_stream, peer, hello, message, partition, now, Rates(now), message.position)
+        consumer = Consumer(
+            self._last_stream, peer, request, hello, message, partition, now, Rates(now), message.position
+        )
         self._consumers[consumer.stream] = consumer
+        self._ranks.setdefault(consumer.group, set()).add(message.rank)
         return consumer
 
     def drop(self, consumers: Iterable[Consumer]) -> None:
         """Forget them."""
         for consumer in list(consumers):
             del self._consumers[consumer.stream]
+        living = {held.group for held in self}
+        self._ranks = {group: ranks for group, ranks in self._ranks.items() if group in living}
 
-    def obstacles(self, message: Open, hello: Hello) -> tuple[list[Consumer], DataserveError | None]:
+    def obstacles(self, message: Open) -> tuple[list[Consumer], DataserveError | None]:
         """The consumers that this one cannot live beside, and what to say if they live."""
         others = [held for held in self if held.open.instance != message.instance]
         taken = [held for held in others if _same_rank(held, message)]
@@ -127,29 +143,30 @@ class Registry:
         group = (message.job, message.dataset, message.digest)
         unlike = [held for held in others if held.group == group and _geometry(held.open) != _geometry(message)]
         if unlike:
-            return unlike, _mismatch(message, unlike[0].open)
-        return self._strangers(message, hello)
+            return unlike, _mismatch(message, unlike[0].open, ("world_size", "batch_size", "last"))
+        return self._strangers(message)
 
-    def _strangers(self, message: Open, hello: Hello) -> tuple[list[Consumer], DataserveError | None]:
-        """Ranks that follow another plan of the same kind. Several plans in one job are fine where each rank has them
-        all; this one differs from every other rank, and this process follows none of theirs."""
-        near = [
+    def _strangers(self, message: Open) -> tuple[list[Consumer], DataserveError | None]:
+        """Other ranks that follow another plan of the same kind. Several plans in one job, or one after another, are fine
+        where each rank comes to them all; here no other rank follows this one's, and it has never followed theirs."""
+        others = [
             held
             for held in self
             if (held.open.job, held.open.dataset, held.open.plan["kind"])
             == (message.job, message.dataset, message.plan["kind"])
+            and held.open.rank != message.rank
+            and message.rank not in self._ranks[held.group]
         ]
-        mine = {held.open.digest for held in near if held.process == (hello.pid, hello.start_time)}
-        others = [held for held in near if held.open.rank != message.rank]
-        foreign = [held for held in others if held.open.digest != message.digest and held.open.digest not in mine]
-        if len(foreign) < len(others) or not foreign:
+        group = (message.job, message.dataset, message.digest)
+        if not others or group in self._ranks:
             return [], None
-        return foreign, _mismatch(message, foreign[0].open)
+        return others, _mismatch(message, others[0].open, ("seed", "n"))
 
     def validate(self) -> None:
         """Asserts what must hold between any two events."""
         keys = [held.key for held in self]
         assert len(set(keys)) == len(keys), "a place is held once"
+        assert {held.group for held in self} == set(self._ranks)
         for stream, held in self._consumers.items():
             assert held.stream == stream <= self._last_stream
             assert held.open.rank < held.open.world_size
@@ -176,12 +193,11 @@ def _rank_taken(held: Consumer) -> UserError:
     )
 
 
-def _mismatch(message: Open, other: Open) -> UserError:
-    """The first thing in which two ranks differ, with both values."""
-    mine = {"world_size": message.world_size, "batch_size": message.batch_size, "last": message.last}
-    theirs = {"world_size": other.world_size, "batch_size": other.batch_size, "last": other.last}
-    mine["seed"], theirs["seed"] = message.plan["seed"], other.plan["seed"]
-    name = next(name for name in mine if mine[name] != theirs[name])
+def _mismatch(message: Open, other: Open, names: tuple[str, ...]) -> UserError:
+    """The first of these in which two ranks differ, with both values."""
+    mine = {**message.plan, "world_size": message.world_size, "batch_size": message.batch_size, "last": message.last}
+    theirs = {**other.plan, "world_size": other.world_size, "batch_size": other.batch_size, "last": other.last}
+    name = next((name for name in names if mine[name] != theirs[name]), names[0])
     return UserError(
         "job_mismatch",
         f"In the job {message.job!r}, rank {message.rank} has {name}={mine[name]!r} and rank {other.rank} "

@@ -109,12 +109,20 @@ class Service:
             self._take_frame(peer, frame)
         ticks = self._clock() >= next_tick
         if ticks or ready & self._watched:
-            for event in self._builders.collect():
-                self._take(event)
+            self._collect()
         if not ticks:
             return next_tick
         self._take(Ticked())
         return self._clock() + limits.TICK_S
+
+    def _collect(self) -> None:
+        try:
+            events = self._builders.collect()
+        except Exception as error:  # noqa: BLE001 - what is served already goes on
+            self._log(f"internal: {type(error).__name__}: {error}, in the preparing children")
+            return
+        for event in events:
+            self._take(event)
 
     def _watch(self, wanted: set[int]) -> None:
         for descriptor in self._watched - wanted:
@@ -134,15 +142,13 @@ class Service:
     def _take(self, event: Event) -> None:
         """The engine's effects of an event. A fault of the engine is logged with its story, and the daemon lives on."""
         try:
-            effects = self._engine.handle(event, self._clock())
+            for effect in self._engine.handle(event, self._clock()):
+                self._do(effect)
         except Exception as error:  # noqa: BLE001 - one client's request must not end what others live on
             self._log(f"internal: {type(error).__name__}: {error}, by {repr(event)[:500]}")
             if isinstance(event, RequestArrived):
                 fault = ServerError("internal", f"{type(error).__name__}: {error}", "See the daemon's log.")
                 self._do(Reply(event.peer, event.id, Error.of(fault)))
-            return
-        for effect in effects:
-            self._do(effect)
 
     def _do(self, effect: Effect) -> None:
         if isinstance(effect, Reply):

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import stat
 import time
 from collections.abc import Sequence
 
 import zmq
 
 from dataserve.protocol import address, codec, limits
-from dataserve.protocol.errors import PeerError, ServerError
+from dataserve.protocol.errors import MachineError, PeerError, ServerError
 from dataserve.protocol.messages import Error, Message
 
 QUEUED_FRAMES = 1000  #: replies that wait for one slow reader; credit keeps it far from this
@@ -31,7 +32,8 @@ DEALER_OPTIONS: dict[int, int] = {zmq.LINGER: 0, zmq.MAXMSGSIZE: limits.FRAME_BY
 class Hub:
     """The daemon's socket at one address, bound on construction with mode 0600, and a poller for it and other descriptors.
 
-    The caller holds the address's lock and has removed a stale socket: libzmq replaces whatever lies there.
+    Raises `no_access` where the socket cannot be made. The caller holds the address's lock
+    and has removed a stale socket: libzmq replaces whatever lies there.
     """
 
     def __init__(self, where: str) -> None:
@@ -42,6 +44,12 @@ class Hub:
         mask = os.umask(0o177)
         try:
             self._router.bind(where)
+        except zmq.ZMQError as error:
+            self.close()
+            text = f"The socket {address.socket_path(where)!r} cannot be made: {error.strerror}."
+            raise MachineError(
+                "no_access", text, "Choose another place with --address or $DATASERVE_ADDRESS."
+            ) from None
         finally:
             os.umask(mask)
         self._poller = zmq.Poller()
@@ -108,15 +116,17 @@ def ask(addresses: Sequence[str], message: Message, timeout_s: float) -> Message
     """
     reasons = []
     deadline = time.monotonic() + timeout_s
-    for where in addresses:
+    for index, where in enumerate(addresses):
         why = _absence(where)
         if why is None:
-            reply = _ask_one(where, message, deadline)
+            now = time.monotonic()
+            share_s = (deadline - now) / (len(addresses) - index)  # a dead daemon's socket must not use up all of it
+            reply = _ask_one(where, message, now + share_s)
             if reply is not None:
                 if isinstance(reply, Error):
                     raise reply.to_exception()
                 return reply
-            why = f"a socket is there and nobody answered in {timeout_s:g} s; {_holder(where)}"
+            why = f"a socket is there and nobody answered in {share_s:.1f} s; {_holder(where)}"
         reasons.append(f"{address.socket_path(where)} ({why})")
     raise ServerError(
         "no_daemon",
@@ -160,9 +170,16 @@ def _await_reply(dealer: zmq.Socket[bytes], until: float) -> Message | None:
 
 def _absence(where: str) -> str | None:
     """Why there is certainly no daemon at that address; None where a socket is."""
-    path = address.socket_path(where)
-    if not os.path.lexists(path):
+    try:
+        found = os.lstat(address.socket_path(where))
+    except FileNotFoundError:
         return "no socket there"
+    except OSError as error:
+        return f"it cannot be looked at: {error.strerror}"
+    if not stat.S_ISSOCK(found.st_mode):
+        return "what lies there is no socket"
+    if found.st_uid not in (os.geteuid(), 0):
+        return f"it belongs to user {found.st_uid}, not to you ({os.geteuid()})"
     return None
 
 

@@ -301,6 +301,47 @@ def test_another_loader_worker_of_another_object_is_the_same_rank(daemon: Harnes
     daemon.refused("b", opening(instance="j", worker=1, workers=2), "rank_taken")
 
 
+def test_a_repeated_open_gets_the_same_stream(daemon: Harness) -> None:
+    daemon.greet("a", 10)
+    stream = daemon.open("a")
+    assert daemon.open("a") == stream
+    assert daemon.open("a", epoch=1) != stream
+
+
+def test_a_killed_job_starts_again_in_another_shape_before_any_tick(daemon: Harness) -> None:
+    for peer, pid, rank in (("a", 10, 0), ("b", 11, 1), ("c", 12, 2)):
+        daemon.greet(peer, pid)
+        daemon.open(peer, rank=rank, world_size=3)
+        daemon.alive[pid, 1] = False
+    daemon.greet("d", 13)
+    daemon.open("d", instance="j", rank=0, world_size=2)
+    assert [row["pid"] for row in daemon.rows()] == [13]
+
+
+def test_a_new_seed_in_each_epoch_is_fine_while_ranks_are_an_epoch_apart(daemon: Harness) -> None:
+    daemon.greet("a", 10)
+    daemon.greet("b", 11)
+    first = daemon.open("a", seed=0, instance="a0", world_size=2)
+    daemon.open("b", seed=0, instance="b0", world_size=2, rank=1)
+    daemon.ask("a", Close(first))
+    daemon.open("a", seed=1, instance="a1", world_size=2)
+    daemon.open("b", seed=1, instance="b1", world_size=2, rank=1)
+
+
+def test_two_seeds_in_each_rank_are_fine_under_loader_workers(daemon: Harness) -> None:
+    pid = 10
+    for seed in (0, 1):
+        for rank in (0, 1):
+            for worker in (0, 1):
+                peer = f"{pid}"
+                daemon.greet(peer, pid)
+                daemon.open(
+                    peer, seed=seed, instance=f"{rank}{seed}", world_size=2, rank=rank, worker=worker, workers=2
+                )
+                pid += 1
+    assert len(daemon.rows()) == 8
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -308,6 +349,7 @@ def test_another_loader_worker_of_another_object_is_the_same_rank(daemon: Harnes
         ({"batch_size": 8}, ("batch_size=8", "batch_size=32")),
         ({"last": "short"}, ("last='short'", "last='even'")),
         ({"seed": 5}, ("seed=5", "seed=0")),
+        ({"seed": 5, "batch_size": 8}, ("seed=5", "seed=0")),
     ],
 )
 def test_ranks_that_disagree_are_refused_with_both_values(
