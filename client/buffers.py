@@ -1,0 +1,67 @@
+"""Recycled memory for batches, under leases that end with the last tensor, view or storage that can see it.
+
+A fresh 38 MB batch costs 7 times a recycled one, nearly all of it page faults. The lease is the object that *exports* the memory by
+`__array_interface__`: numpy and torch keep the exporter alive for whatever they make of it. An ndarray that views an
+ndarray would not do: numpy collapses `.base` to the innermost owner, and the lease would end early.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+PAGE_BYTES = 4096
+BIG_BYTES = 64 * 1024  #: from here on a block begins on a page
+
+
+class _Lease:
+    """Exports a block until the last who sees it lets go; then the block goes back to where it came from."""
+
+    __slots__ = ("__array_interface__", "__weakref__", "_block", "_free")
+
+    def __init__(
+        self, block: npt.NDArray[np.uint8], free: deque[npt.NDArray[np.uint8]], shape: tuple[int, ...], typestr: str
+    ) -> None:
+        self._block = block
+        self._free = free
+        self.__array_interface__ = {
+            "shape": shape,
+            "typestr": typestr,
+            "data": (block.ctypes.data, False),
+            "version": 3,
+        }
+
+    def __del__(self) -> None:
+        self._free.append(self._block)  # atomic, and all that a finaliser may do: it runs in any thread, at any time
+
+
+class Pool:
+    """Blocks of one size. `kept` of them wait for their next use; what is beyond that is given back to the system."""
+
+    def __init__(self, size_bytes: int, kept: int = 4) -> None:
+        self.size_bytes = size_bytes
+        self._free: deque[npt.NDArray[np.uint8]] = deque(maxlen=kept)
+
+    def lease(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+        """A writable, C-contiguous array of undefined content, at most `size_bytes` large."""
+        kind = np.dtype(dtype)
+        needed = int(np.prod(shape, dtype=np.int64)) * kind.itemsize
+        if needed > self.size_bytes:
+            raise ValueError(f"a lease of {needed} bytes does not fit a block of {self.size_bytes}")
+        try:
+            block = self._free.pop()
+        except IndexError:
+            block = _block(self.size_bytes)
+        return np.asarray(_Lease(block, self._free, shape, kind.str))
+
+
+def _block(size_bytes: int) -> npt.NDArray[np.uint8]:
+    """Fresh memory; a big block begins on a page, as pinning and direct copies like it."""
+    if size_bytes < BIG_BYTES:
+        return np.empty(max(1, size_bytes), np.uint8)
+    raw = np.empty(size_bytes + PAGE_BYTES, np.uint8)
+    start = -raw.ctypes.data % PAGE_BYTES
+    return raw[start : start + size_bytes]

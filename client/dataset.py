@@ -1,0 +1,401 @@
+"""`ServedDataset`: a served data set as an `IterableDataset` of whole batches. README.md has the life of a batch."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import secrets
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.utils.data import IterableDataset
+
+from dataserve.protocol import address as addresses
+from dataserve.protocol import limits
+from dataserve.protocol.errors import UserError
+from dataserve.protocol.manifest import leaves
+from dataserve.protocol.messages import Open
+from dataserve.protocol.partition import Cursor, Partition
+from dataserve.protocol.plan import Plan
+
+from . import gather, locate, mapping, options, order, state, transport, world
+from .epochs import MAIN, Epochs, Handle
+from .events import Iteration
+from .finish import Finish, Timed
+from .iterator import BatchIterator, Draw, Info, Run, cursor_of
+from .session import Session
+from .world import Loading, World
+
+__all__ = ["Info", "ServedDataset"]
+
+_iterations = itertools.count(1)
+_living: weakref.WeakSet[ServedDataset] = weakref.WeakSet()
+
+
+class ServedDataset(IterableDataset[Any]):
+    """Batches of a data set that a dataserve daemon has prepared, assembled here from its mapped files.
+
+    Yields whole batches in the source's structure, bare or in `DataLoader(train, batch_size=None, num_workers=k)`. Each
+    `iter()` takes the next epoch; `rank` and `world_size` come from the arguments, `torch.distributed` or RANK and WORLD_SIZE.
+    What the daemon does not say in time is computed: a running loop outlives it.
+
+    - `batch_size`: rows of one rank in one step. `last`: `even` (all ranks have equally many batches), `drop`, `short`.
+    - `job`: the run's name, the same for all its ranks; else `$DATASERVE_JOB`, else made up where there is one rank.
+    - `seed`, `shuffle`: the order of each epoch, a pure function of (rows, seed, epoch).
+    - `dtype`, `normalize=(mean, std)` on the 0 to 1 scale or `{"column": (mean, std)}`, `columns`: gather.py has their rules.
+    - `transform(batch)` or `transform(batch, info)`, on the caller's thread with torch's generator seeded by (seed, epoch, position);
+      one with a parameter `generator` is given one of its own instead.
+    - `prefetch`: batches drawn ahead by a thread; by default 0 for batches under 1 MB, else 2.
+    - `info=True` yields `(batch, Info)`.
+    - `address`, `store`: where the daemon listens, and where its store is seen from here, if not at its own path.
+    - `timeout_s`: for a daemon, a rank, a batch.
+
+    Raises `UserError` for what the caller can mend, `ServerError` where no daemon answers, `DataError` for a store that is damaged.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        batch_size: int,
+        job: str | None = None,
+        seed: int = 0,
+        shuffle: bool = True,
+        last: str = "even",
+        drop_last: bool | None = None,
+        rank: int | None = None,
+        world_size: int | None = None,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype | None = None,
+        normalize: Any = None,
+        transform: Callable[..., Any] | None = None,
+        columns: str | list[str] | tuple[str, ...] | None = None,
+        prefetch: int | None = None,
+        info: bool = False,
+        address: str | None = None,
+        store: str | None = None,
+        timeout_s: float = limits.TIMEOUT_S,
+    ) -> None:
+        self._options = options.check(
+            name=name,
+            batch_size=batch_size,
+            seed=seed,
+            shuffle=shuffle,
+            last=last,
+            drop_last=drop_last,
+            rank=rank,
+            world_size=world_size,
+            device=device,
+            dtype=dtype,
+            normalize=normalize,
+            transform=transform,
+            columns=columns,
+            prefetch=prefetch,
+            info=info,
+            address=address,
+            store=store,
+            timeout_s=timeout_s,
+        )
+        self._job, self._job_chosen = world.job_name(job, os.environ)
+        world.require_job(world.resolve(rank, world_size, os.environ), self._job_chosen)
+        self._world: World | None = None
+        self._instance = secrets.token_bytes(limits.INSTANCE_BYTES)
+        tried = [self._options.address] if self._options.address else addresses.candidates(os.environ, os.geteuid())
+        self._address, described = locate.describe(name, tried, self._options.timeout_s)
+        self._name = described.dataset
+        self._store_id = described.store_id
+        self._path = mapping.locate(described.path, self._options.store)
+        self._epochs = Epochs(secrets.randbits(64))
+        self._set_up()
+
+    def _set_up(self) -> None:
+        """What is made anew in each process: the maps, and the state of iterations."""
+        chosen = self._options
+        self._store = mapping.Store(self._path, self._store_id)
+        known = self._store.manifest
+        structure = gather.select(known.structure, chosen.columns, known)
+        used = [known.column(column) for column in leaves(structure)]
+        self._columns = tuple(column.name for column in used)
+        leaving = gather.outputs(used, chosen.dtype, chosen.normalize)
+        self._gatherer = gather.Gatherer(self._store, structure, leaving, min(chosen.batch_size, known.rows))
+        self._plan = Plan("shuffled", known.rows, chosen.seed) if chosen.shuffle else Plan("sequential", known.rows)
+        self._takes = (False, False) if chosen.transform is None else options.signature(chosen.transform)
+        self._link: transport.Link | None = None
+        self._run: Run | None = None
+        self._iterator: weakref.ref[BatchIterator] | None = None
+        _living.add(self)
+
+    # --- what it is -------------------------------------------------------------------------------------------------
+
+    @property
+    def name(self) -> str:
+        """The data set's name."""
+        return self._name
+
+    @property
+    def rows(self) -> int:
+        """Rows of the store."""
+        return self._plan.n
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Names of the columns in a batch, in the order of its structure."""
+        return self._columns
+
+    @property
+    def classes(self) -> tuple[str, ...] | None:
+        """What labels index into, if the source has said so."""
+        return self._store.manifest.classes
+
+    @property
+    def store_id(self) -> str:
+        """SHA-256 of the store's manifest: the same wherever the content is the same."""
+        return self._store_id
+
+    @property
+    def plan(self) -> Plan:
+        """What defines the order of every epoch."""
+        return self._plan
+
+    @property
+    def job(self) -> str:
+        """The job's name at the daemon."""
+        return self._job
+
+    @property
+    def batch_size(self) -> int:
+        """Rows of one rank in one step."""
+        return self._options.batch_size
+
+    @property
+    def seed(self) -> int:
+        """Of the order, the row seeds and the transform."""
+        return self._options.seed
+
+    @property
+    def rank(self) -> int:
+        """This process's rank; frozen by the first look at it."""
+        return self._frozen_world().rank
+
+    @property
+    def world_size(self) -> int:
+        """Ranks that share an epoch; frozen by the first look at it."""
+        return self._frozen_world().size
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the running iteration; where none runs, the one that the next `iter()` takes."""
+        iterator = None if self._iterator is None else self._iterator()
+        if iterator is not None and iterator.running and self._run is not None:
+            return self._run.epoch
+        return self._epochs.next().epoch
+
+    def __len__(self) -> int:
+        """Batches of this rank in a full epoch."""
+        here = self._frozen_world()
+        return self._partition(here, 0).count(here.rank)
+
+    def __repr__(self) -> str:
+        here = self._world or world.resolve(self._options.rank, self._options.world_size, os.environ)
+        return (
+            f"ServedDataset({self._name!r}, rows={self.rows}, columns={list(self._columns)}, batch_size={self.batch_size}, "
+            f"job={self._job!r}, rank={here.rank} of {here.size}, {self._plan.kind}, seed={self.seed}, epoch={self.epoch})"
+        )
+
+    # --- iterations -------------------------------------------------------------------------------------------------
+
+    def __iter__(self) -> Iterator[Any]:
+        """The next epoch, or the rest of the one that the cursor stands in; counted at once, not at its first batch.
+
+        Registers with the daemon and raises what it refuses. Ends the older iterator.
+        """
+        self._end_run("a newer iter() of the same ServedDataset")
+        self._settle()
+        here = self._frozen_world()
+        self._partition(here, 0)  # a last='drop' that leaves nothing is refused before an epoch is spent on it
+        loading = world.loading()
+        slot = MAIN if loading is None else loading.worker + 1
+        cursor = self._epochs.take(slot, 0 if loading is None else loading.seed)
+        try:
+            return self._begin(here, cursor, loading)
+        except BaseException:
+            if loading is None:
+                self._epochs.move(cursor)  # nothing was drawn of it
+            raise
+
+    def _begin(self, here: World, cursor: Cursor, loading: Loading | None) -> BatchIterator:
+        in_worker = loading is not None
+        worker, workers = (loading.worker, loading.workers) if loading else (0, 1)
+        opened = self._opening(here, cursor, worker, workers)
+        iteration = Iteration(next(_iterations), opened, self._partition(here, cursor.position))
+        run = Run(iteration, self._epochs.times, measures=not in_worker)
+        draw = self._drawing(iteration, run) if iteration.total else None
+        prefetch = self._options.prefetch
+        if prefetch is None:
+            small = self._gatherer.size_bytes(self.batch_size) < options.SMALL_BATCH_BYTES
+            prefetch = 0 if in_worker or small else 2
+        finish = Finish(self._options, self._takes, cursor.epoch)
+        iterator = BatchIterator(draw, run, prefetch, finish, self._gatherer.size_bytes if in_worker else None)
+        self._run, self._iterator = run, weakref.ref(iterator)
+        return iterator
+
+    def _drawing(self, iteration: Iteration, run: Run) -> Draw:
+        """Registers the iteration; the order is made while the daemon answers."""
+        first = not self._epochs.opened and not self._epochs.alone
+        link = self._usable_link()
+        leave = link.begin(iteration, run.progress)
+        folder = addresses.orders_path(self._address)
+        epoch_order = order.of(self._plan, iteration.open.epoch, folder)
+        link.await_registration(leave, self._options.timeout_s, first=first)
+        return Draw(
+            iteration,
+            epoch_order,
+            self._gatherer,
+            self.seed,
+            link,
+            leave,
+            self._options.timeout_s,
+            with_info=self._options.info or self._takes[0],
+        )
+
+    def _opening(self, here: World, cursor: Cursor, worker: int, workers: int) -> Open:
+        return Open(
+            dataset=self._name,
+            store_id=self._store_id,
+            job=self._job,
+            instance=self._instance,
+            rank=here.rank,
+            world_size=here.size,
+            worker=worker,
+            workers=workers,
+            batch_size=self.batch_size,
+            last=self._options.last,
+            plan=self._plan.to_map(),
+            digest=self._plan.digest(),
+            epoch=cursor.epoch,
+            position=cursor.position,
+        )
+
+    def _partition(self, here: World, origin: int) -> Partition:
+        return Partition(self.rows, self.batch_size, here.size, self._options.last, origin)
+
+    def _frozen_world(self) -> World:
+        if self._world is None:
+            here = world.resolve(self._options.rank, self._options.world_size, os.environ)
+            world.require_job(here, self._job_chosen)
+            self._world = here
+        return self._world
+
+    def _usable_link(self) -> transport.Link:
+        if self._link is None or not self._link.usable:
+            epochs, timeout_s = self._epochs, self._options.timeout_s
+            machine = Session(transport.identity(), timeout_s, alone=epochs.alone, opened=epochs.opened)
+            self._link = transport.Link(self._address, machine, epochs.note_link)
+        return self._link
+
+    def _end_run(self, why: str) -> None:
+        if self._run is not None:
+            self._run.replaced_by = why
+        iterator = None if self._iterator is None else self._iterator()
+        if iterator is not None:
+            iterator.close()
+        self._iterator = None
+
+    def _settle(self) -> None:
+        """A process that is neither the page's maker nor one of its loader workers counts epochs for itself: a rank
+        that was spawned with the object, for instance."""
+        if self._epochs.owner_pid != os.getpid() and world.loading() is None:
+            self._epochs = Epochs(secrets.randbits(64), None, self._epochs.next())
+            self._run = None
+
+    def timed(self, loader: Any) -> Timed:
+        """The loader, measured: under loader workers only the loop's own process can know how long it waits."""
+        return Timed(self._epochs, loader)
+
+    # --- the cursor -------------------------------------------------------------------------------------------------
+
+    def set_epoch(self, epoch: int) -> None:
+        """The next `iter()` takes that epoch: from the cursor if it stands in it, else from its start. Ends the
+        running iterator."""
+        wanted = options.integer("set_epoch: the epoch", epoch, 0, limits.EPOCH - 1)
+        world.refuse_in_worker("set_epoch")
+        self._settle()
+        self._end_run("set_epoch()")
+        upcoming = self._epochs.next()
+        self._epochs.move(upcoming if upcoming.epoch == wanted else Cursor(wanted, 0))
+        self._run = None
+
+    def state_dict(self, batches: int | None = None) -> dict[str, Any]:
+        """How far the loop is, as plain integers and text: what comes after the batches that it was given.
+
+        Under loader workers this process does not see how many those are: `batches` says it, counted in this epoch (from its
+        resumption, if it was resumed). Without it that raises `bad_state`.
+        """
+        here = self._frozen_world()
+        return state.make(self._store_id, self._plan, self._cursor(here, batches), self.batch_size, here.size)
+
+    def _cursor(self, here: World, batches: int | None) -> Cursor:
+        self._settle()
+        latest = self._epochs.latest()
+        run = self._run
+        if latest is None:
+            upcoming = self._epochs.next()
+            return (
+                self._partition(here, upcoming.position).cursor(upcoming.epoch, here.rank, batches)
+                if batches
+                else upcoming
+            )
+        cursor, in_workers = latest
+        if batches is not None:
+            return self._partition(here, cursor.position).cursor(cursor.epoch, here.rank, batches)
+        if in_workers or run is None:
+            raise UserError(
+                "bad_state",
+                "The batches are drawn by loader workers; this process cannot see how many the loop was given.",
+                "Count them: state_dict(batches=i) is the state after i batches of this epoch.",
+            )
+        return cursor_of(run, run.given)
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """The next `iter()` goes on where that state was taken, on any world size, batch size and number of workers.
+        Ends the running iterator. Raises `bad_state`, `state_mismatch`."""
+        world.refuse_in_worker("load_state_dict")
+        cursor = state.read(saved, self._store_id, self._plan)
+        self._settle()
+        self._end_run("load_state_dict()")
+        self._epochs.move(cursor)
+        self._run = None
+
+    # --- other processes --------------------------------------------------------------------------------------------
+
+    def __getstate__(self) -> dict[str, Any]:
+        if world.distributed_is_initialised():
+            self._frozen_world()  # the group is not there where this is going
+        self._settle()
+        return {
+            "options": self._options,
+            "identity": (self._address, self._name, self._path, self._store_id, self._instance),
+            "job": (self._job, self._job_chosen),
+            "world": self._world,
+            "epochs": (tuple(self._epochs.handle()), tuple(self._epochs.next())),
+        }
+
+    def __setstate__(self, saved: dict[str, Any]) -> None:
+        self._options = saved["options"]
+        self._address, self._name, self._path, self._store_id, self._instance = saved["identity"]
+        self._job, self._job_chosen = saved["job"]
+        self._world = None if saved["world"] is None else World(*saved["world"])
+        handle, cursor = saved["epochs"]
+        self._epochs = Epochs(secrets.randbits(64), Handle(*handle), Cursor(*cursor))
+        self._set_up()
+
+
+def _settle_all() -> None:
+    """Before a fork: its children, loader workers perhaps, share the page of this process and not of an older one."""
+    for dataset in list(_living):
+        dataset._settle()
+
+
+os.register_at_fork(before=_settle_all)

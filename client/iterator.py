@@ -1,0 +1,305 @@
+"""One iteration: ranges to batches, ahead of the loop or in step with it, and the time that the loop waits.
+
+The chain is `Draw` (assembles batch i; knows neither loop nor data set), `Ahead` (a thread that draws into a bounded queue) and
+`BatchIterator` (what the user holds). The thread holds no reference to the iterator, so an abandoned one is collected
+and its end ends the thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+
+from dataserve.protocol import limits
+from dataserve.protocol import plan as plans
+from dataserve.protocol.errors import MachineError, UserError
+from dataserve.protocol.partition import Cursor, Range
+
+from .events import Iteration, Progress
+from .gather import Gatherer
+from .order import Order
+from .transport import Leave, Link
+
+POLL_S = 1.0  #: a wait for the thread looks this often whether it still lives
+
+
+class Info(NamedTuple):
+    """What a batch holds: `rows[i]` of the store, `row_seeds[i]` for its augmentation, by (seed, epoch, row) alone.
+
+    `rows` and `row_seeds` are int64, `valid` is bool, all `(len(batch),)`; a row that is not valid is padding that makes
+    the ranks' batch counts equal. `start` is the batch's first position in the epoch's sequence.
+    """
+
+    epoch: int
+    start: int
+    rows: torch.Tensor
+    valid: torch.Tensor
+    row_seeds: torch.Tensor
+
+
+class Run:
+    """How far the loop is, shared by the iterator and the data set: counts only what the loop was given."""
+
+    def __init__(
+        self, iteration: Iteration, times: Callable[[], tuple[float, float] | None], *, measures: bool = True
+    ) -> None:
+        """`times`: seconds waited and worked as the loop's own process has measured them, for a loader worker, which
+        measures nothing that matters."""
+        self.iteration = iteration
+        self.epoch = iteration.open.epoch
+        self.given = 0
+        self.samples = 0
+        self.wait_s = 0.0
+        self.busy_s = 0.0
+        self.replaced_by: str | None = None
+        self._measures = measures
+        self._times = times
+        self._times_before = times()
+
+    def progress(self) -> Progress:
+        """For the daemon. Called on the link's thread too: the fields may be a batch apart, which does no harm."""
+        if self._measures:
+            return Progress(self.given, self.samples, self.wait_s, self.busy_s)
+        times = self._times()
+        if times is None:
+            return Progress(self.given, self.samples, None, None)
+        before = self._times_before or (0.0, 0.0)
+        return Progress(self.given, self.samples, times[0] - before[0], times[1] - before[1])
+
+
+class Drawn(NamedTuple):
+    """A batch before its transform."""
+
+    batch: Any
+    info: Info | None
+    place: Range
+
+
+class Draw:
+    """Assembles the batches of one iteration by index, on any thread."""
+
+    def __init__(
+        self,
+        iteration: Iteration,
+        order: Order | None,
+        gatherer: Gatherer,
+        seed: int,
+        link: Link,
+        leave: Leave,
+        timeout_s: float,
+        *,
+        with_info: bool,
+    ) -> None:
+        self.total = iteration.total
+        self.timeout_s = timeout_s
+        self._iteration = iteration
+        self._order = order
+        self._gatherer = gatherer
+        self._seed = seed
+        self._link = link
+        self._leave = leave
+        self._with_info = with_info
+
+    def __call__(self, index: int) -> Drawn:
+        """Batch `index` of this consumer, once the daemon has granted it or has not answered in time."""
+        self._link.admit(self._leave, index, self.timeout_s)
+        opened = self._iteration.open
+        place = self._iteration.partition.worker_batch(opened.rank, opened.worker, opened.workers, index)
+        if self._order is None:
+            rows: Any = slice(place.start, place.stop)
+        else:
+            rows = self._order[place.start : place.stop]
+        try:
+            batch = self._gatherer.gather(rows)
+        except Exception as error:
+            error.add_note(
+                f"while batch {index} of epoch {opened.epoch}, positions [{place.start}, {place.stop}), was assembled"
+            )
+            raise
+        return Drawn(batch, self._info(place) if self._with_info else None, place)
+
+    def _info(self, place: Range) -> Info:
+        epoch = self._iteration.open.epoch
+        if self._order is None:
+            rows = torch.arange(place.start, place.stop)
+        else:
+            rows = torch.from_numpy(self._order[place.start : place.stop].astype("int64"))
+        valid = torch.arange(len(rows)) < place.valid
+        return Info(epoch, place.start, rows, valid, torch.from_numpy(plans.row_seeds(self._seed, epoch, rows.numpy())))
+
+    def finish(self, progress: Progress) -> None:
+        """Tell the daemon that the iteration is over."""
+        self._link.finish(self._leave, progress)
+
+
+class _Shelf:
+    """What the loop and the thread ahead of it share: finished batches one way, room for more the other.
+
+    `SimpleQueue.put` is re-entrant, so that a finaliser may call `stop` inside any other call of the same thread.
+    """
+
+    def __init__(self, depth: int) -> None:
+        self.room: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self.ready: queue.SimpleQueue[Drawn | Exception] = queue.SimpleQueue()
+        self.stopped = False
+        for _ in range(depth):
+            self.room.put(None)
+
+    def stop(self) -> None:
+        """Have the thread end; waits for nothing."""
+        self.stopped = True
+        self.room.put(None)
+
+
+class Ahead:
+    """A thread that draws batches in order, at most `depth` before they are taken."""
+
+    def __init__(self, draw: Draw, depth: int) -> None:
+        self._timeout_s = draw.timeout_s + limits.SILENT_S
+        self._shelf = _Shelf(depth)
+        self._thread = threading.Thread(
+            target=_work_ahead, args=(draw, self._shelf), name="dataserve-ahead", daemon=True
+        )
+        self._thread.start()
+
+    def take(self, index: int) -> Drawn:
+        """Batch `index`, the next in order. Raises what its drawing raised, and `stuck` where nothing comes."""
+        deadline = time.monotonic() + self._timeout_s
+        while True:
+            try:
+                drawn = self._shelf.ready.get(timeout=POLL_S)
+                break
+            except queue.Empty:
+                if self._thread.is_alive() and time.monotonic() < deadline:
+                    continue
+                state = "is still at it" if self._thread.is_alive() else "has died"
+                raise MachineError(
+                    "stuck",
+                    f"Batch {index} was not there after {self._timeout_s:g} s; the thread that works ahead {state}.",
+                    "If the store lies on a slow disk, give a longer timeout_s.",
+                ) from None
+        if isinstance(drawn, Exception):
+            raise drawn
+        self._shelf.room.put(None)
+        return drawn
+
+    def stop(self) -> None:
+        """Have the thread end; waits for nothing."""
+        self._shelf.stop()
+
+
+def _work_ahead(draw: Draw, shelf: _Shelf) -> None:
+    for index in range(draw.total):
+        _wait_for_room(shelf)
+        if shelf.stopped:
+            return
+        try:
+            shelf.ready.put(draw(index))
+        except Exception as error:  # noqa: BLE001 - it comes out of next(), whatever it is
+            error.add_note("in the thread that works ahead (prefetch)")
+            shelf.ready.put(error)
+            return
+
+
+def _wait_for_room(shelf: _Shelf) -> None:
+    """Until the loop takes a batch or lets go. A loop may take a night over one, so a time-out only waits again."""
+    while not shelf.stopped:
+        with contextlib.suppress(queue.Empty):
+            shelf.room.get(timeout=limits.TIMEOUT_S)
+            return
+
+
+class BatchIterator(Iterator[Any]):
+    """What `iter(train)` gives. A newer `iter()`, `set_epoch` or `load_state_dict` ends it: `next()` then raises."""
+
+    def __init__(
+        self,
+        draw: Draw | None,
+        run: Run,
+        prefetch: int,
+        finish: Callable[[Drawn], Any],
+        passed_bytes: Callable[[int], int] | None,
+    ) -> None:
+        """`finish` makes of a drawn batch what the loop gets; `passed_bytes(rows)`: what a loader worker has to pass on."""
+        self._pid = os.getpid()
+        self._draw = draw
+        self._run = run
+        self._total = 0 if draw is None else draw.total
+        self._finish = finish
+        self._passed_bytes = passed_bytes
+        self._last_s: float | None = None
+        self._ahead = Ahead(draw, prefetch) if draw is not None and prefetch and self._total else None
+
+    def __next__(self) -> Any:
+        asked_s = time.perf_counter()
+        run = self._run
+        self._check()
+        if run.given >= self._total:
+            self.close()
+            raise StopIteration
+        if self._last_s is not None:
+            run.busy_s += asked_s - self._last_s
+        assert self._draw is not None
+        drawn = self._draw(run.given) if self._ahead is None else self._ahead.take(run.given)
+        if self._passed_bytes is not None:
+            _require_shared_memory(self._passed_bytes(drawn.place.stop - drawn.place.start))
+        result = self._finish(drawn)
+        run.given += 1
+        run.samples += drawn.place.valid
+        self._last_s = time.perf_counter()
+        run.wait_s += self._last_s - asked_s
+        return result
+
+    def _check(self) -> None:
+        if self._run.replaced_by is not None:
+            raise UserError(
+                "bad_state",
+                f"This iterator was ended by {self._run.replaced_by}.",
+                "One ServedDataset is one consumer: it has one iterator at a time. Make another object for another loop.",
+            )
+        if os.getpid() != self._pid:
+            raise UserError("bad_state", "An iterator does not cross a fork.", "Call iter() in the new process.")
+
+    @property
+    def running(self) -> bool:
+        """Whether there are batches left in it."""
+        return self._run.given < self._total
+
+    def close(self) -> None:
+        """End it: the thread that works ahead stops, the daemon hears of it. Harmless when repeated."""
+        if self._ahead is not None:
+            self._ahead.stop()
+        if self._draw is not None:
+            draw, self._draw, self._total = self._draw, None, self._run.given
+            draw.finish(self._run.progress())
+
+    def __del__(self) -> None:
+        if self.__dict__.get("_pid") == os.getpid():
+            self.close()
+
+
+def _require_shared_memory(needed_bytes: int) -> None:
+    """A loader worker's batch goes through /dev/shm: without room there the worker would die of a bus error."""
+    try:
+        found = os.statvfs("/dev/shm")
+    except OSError:
+        return
+    free_bytes = found.f_bavail * found.f_frsize
+    if free_bytes < needed_bytes:
+        raise MachineError(
+            "no_space",
+            f"A batch of {needed_bytes} bytes must pass through /dev/shm, which has {free_bytes} free.",
+            "Use num_workers=0, which needs none; or give the container more (--shm-size).",
+        )
+
+
+def cursor_of(run: Run, batches: int) -> Cursor:
+    """The cursor after so many batches of that run."""
+    return run.iteration.partition.cursor(run.epoch, run.iteration.open.rank, batches)

@@ -1,0 +1,93 @@
+"""Maps a sealed store, read-only, after checking that it is what its manifest says and what the daemon described."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import stat
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from dataserve.protocol import limits, manifest
+from dataserve.protocol.errors import DataError, MachineError, UserError
+from dataserve.protocol.manifest import Manifest
+
+_REMEDY = "Run `dataserve verify NAME`; if the store is damaged, remove it and prepare the data again."
+
+
+class Store:
+    """A mapped store: its manifest, and its fixed columns on demand as read-only arrays `(rows, *shape)`."""
+
+    def __init__(self, path: str, wanted_id: str) -> None:
+        """Read the manifest in the folder `path`. Raises `no_access`, `bad_store`, `store_mismatch`."""
+        self.path = path
+        data = _read_manifest(path)
+        self.id = manifest.identify(data)
+        if self.id != wanted_id:
+            raise UserError(
+                "store_mismatch",
+                f"The store at {path} has the id {self.id[:16]}, the daemon serves {wanted_id[:16]}.",
+                "Give store=PATH, where the daemon's store is seen from here.",
+            )
+        self.manifest: Manifest = manifest.parse(data)
+        self._columns: dict[str, npt.NDArray[Any]] = {}
+
+    def column(self, name: str) -> npt.NDArray[Any]:
+        """The rows of a fixed column; bfloat16 comes as its bits, uint16. Raises `bad_store`, `no_access`."""
+        if name not in self._columns:
+            column = self.manifest.column(name)
+            part = column.parts[0]
+            self._columns[name] = map_npy(os.path.join(self.path, part.file), column.dtype, (part.rows, *column.shape))
+        return self._columns[name]
+
+
+def locate(described: str, seen_from_here: str | None) -> str:
+    """The store's folder: the daemon's path, or where `store=` says it is: the folder itself, or the root above it."""
+    if seen_from_here is None:
+        return described
+    if (Path(seen_from_here) / manifest.FILE).exists():
+        return seen_from_here
+    return os.path.join(seen_from_here, os.path.basename(described))
+
+
+def map_npy(path: str, dtype: str, shape: tuple[int, ...], owner: int | None = None) -> npt.NDArray[Any]:
+    """The data of a `.npy` of ours, mapped read-only: header and exact size are as they must be, no link is followed.
+
+    `owner`: the user id that the file must have. Raises `bad_store`, `no_access`.
+    """
+    header = manifest.npy_header(dtype, shape)
+    size_bytes = len(header) + manifest.row_bytes(dtype, shape)
+    descriptor = _open(path)
+    try:
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode):
+            raise DataError("bad_store", f"{path} is no file.", _REMEDY)
+        if owner is not None and (found.st_uid != owner or found.st_mode & 0o022):
+            raise DataError("bad_store", f"{path} belongs to user {found.st_uid} with mode {found.st_mode & 0o777:o}.")
+        if found.st_size != size_bytes:
+            raise DataError("bad_store", f"{path} has {found.st_size} bytes, not {size_bytes}.", _REMEDY)
+        if os.pread(descriptor, len(header), 0) != header:
+            raise DataError("bad_store", f"{path} has another header than {dtype} {shape} has.", _REMEDY)
+        mapped = mmap.mmap(descriptor, size_bytes, mmap.MAP_SHARED, mmap.PROT_READ)
+    finally:
+        os.close(descriptor)
+    return np.ndarray(shape, manifest.DTYPES[dtype], mapped, len(header))
+
+
+def _open(path: str) -> int:
+    try:
+        return os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError as error:
+        raise MachineError(
+            "no_access",
+            f"{path} cannot be opened: {error.strerror}.",
+            "The daemon's store must be readable from here; in a container, mount it and give store=PATH.",
+        ) from None
+
+
+def _read_manifest(path: str) -> bytes:
+    with open(_open(os.path.join(path, manifest.FILE)), "rb") as file:
+        return file.read(limits.MANIFEST_BYTES + 1)

@@ -1,0 +1,120 @@
+"""The order of an epoch in memory: made once a process, or once a machine where it is large.
+
+Up to `ORDER_SHARED_ROWS` each process makes its own: a sort of 4 M keys takes a fraction of a second. Above, the first
+writes `<digest16>-<epoch>.npy` into the orders folder beside the daemon's socket and all map it; one that cannot write
+there makes its own. The file is content-addressed by what defines it, so that nobody needs to agree on anything.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import stat
+import threading
+from typing import Any
+from weakref import WeakValueDictionary
+
+import numpy as np
+import numpy.typing as npt
+
+from dataserve.protocol import limits
+from dataserve.protocol.errors import DataserveError
+from dataserve.protocol.manifest import npy_header
+from dataserve.protocol.plan import Plan
+
+from .mapping import map_npy
+
+Order = npt.NDArray[np.uint32]
+
+_orders: WeakValueDictionary[tuple[str, int], Order] = WeakValueDictionary()
+_making = threading.Lock()
+
+
+def of(plan: Plan, epoch: int, folder: str | None, shared_rows: int = limits.ORDER_SHARED_ROWS) -> Order | None:
+    """Rows by position, uint32 `(n,)`, read-only; None where position and row are the same number.
+
+    Objects of one process share it while any of them holds it. `folder`: where large ones are shared, if anywhere.
+    """
+    if plan.kind == "sequential":
+        return None
+    key = (plan.digest(), epoch)
+    with _making:
+        order = _orders.get(key)
+        if order is None:
+            shared = folder is not None and plan.n > shared_rows
+            order = _shared(plan, epoch, folder) if shared and folder is not None else _own(plan, epoch)
+            _orders[key] = order
+        return order
+
+
+def _renew_lock() -> None:
+    global _making  # noqa: PLW0603 - another thread may have held it when the process was forked
+    _making = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_renew_lock)
+
+
+def _own(plan: Plan, epoch: int) -> Order:
+    order = plan.order(epoch)
+    assert order is not None
+    order.flags.writeable = False
+    return order
+
+
+def _shared(plan: Plan, epoch: int, folder: str) -> Order:
+    """The mapped file; made if it is not there or not right. Without a usable folder, the order in memory."""
+    name = f"{plan.digest()[:16]}-{epoch}.npy"
+    path = os.path.join(folder, name)
+    with contextlib.suppress(DataserveError):
+        return _mapped(path, plan.n)
+    order = _own(plan, epoch)
+    try:
+        _prepare(folder)
+        _write(folder, name, order)
+        _forget_older(folder, plan.digest()[:16], epoch)
+        return _mapped(path, plan.n)
+    except (OSError, DataserveError):
+        return order
+
+
+def _mapped(path: str, n: int) -> Order:
+    return map_npy(path, "uint32", (n,), os.geteuid())
+
+
+def _prepare(folder: str) -> None:
+    """The folder, ours alone: what another may write into is not used."""
+    with contextlib.suppress(FileExistsError):
+        os.mkdir(folder, 0o700)
+    found = os.lstat(folder)
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:
+        raise PermissionError(f"{folder} is not ours alone")
+
+
+def _write(folder: str, name: str, order: Order) -> None:
+    """Whole or not at all, by a rename; two who do it at once write the same."""
+    temporary = os.path.join(folder, f".{name}.{secrets.token_hex(8)}")
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o400)
+    try:
+        with open(descriptor, "wb") as file:
+            file.write(npy_header("uint32", order.shape))
+            file.write(_bytes(order))
+        os.rename(temporary, os.path.join(folder, name))
+    except BaseException:
+        os.unlink(temporary)
+        raise
+
+
+def _bytes(order: Order) -> Any:
+    return order.astype("<u4", copy=False).data
+
+
+def _forget_older(folder: str, digest: str, epoch: int) -> None:
+    """Unlink earlier epochs of the same plan: who has mapped one keeps it, who needs one again makes it again."""
+    for name in os.listdir(folder):
+        start, _, rest = name.partition("-")
+        number = rest.removesuffix(".npy")
+        if start == digest and number.isdecimal() and int(number) < epoch:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(os.path.join(folder, name))

@@ -1,0 +1,97 @@
+"""client/buffers: a block is lent again only when nobody can see it any more."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dataserve.client.buffers import BIG_BYTES, PAGE_BYTES, Pool
+
+#: Ways in which a user holds on to a batch; each alone must keep its memory.
+HOLDS: dict[str, Callable[[npt.NDArray[Any]], Any]] = {
+    "array": lambda array: array,
+    "view": lambda array: array[1:],
+    "view of a view": lambda array: array[1:][:, 1:][:1],
+    "reshaped": lambda array: array.reshape(-1)[3:],
+    "other type": lambda array: array.view(np.uint8),
+    "transposed": lambda array: array.T,
+    "memoryview": memoryview,
+    "tensor": torch.from_numpy,
+    "tensor's view": lambda array: torch.from_numpy(array)[1:, 1:],
+    "tensor's numpy": lambda array: torch.from_numpy(array).numpy(),
+    "numpy of a slice": lambda array: torch.from_numpy(array)[2:].numpy()[1:],
+    "storage": lambda array: torch.from_numpy(array).untyped_storage(),
+    "detached": lambda array: torch.from_numpy(array).float().sum() and torch.from_numpy(array).detach(),
+    "asarray": lambda array: np.asarray(torch.from_numpy(array)),
+}
+
+
+def address(array: npt.NDArray[Any]) -> int:
+    return int(array.__array_interface__["data"][0])
+
+
+@pytest.mark.parametrize("hold", HOLDS.values(), ids=HOLDS)
+def test_whatever_still_sees_the_memory_keeps_it(hold: Callable[[npt.NDArray[Any]], Any]) -> None:
+    pool = Pool(4 * 8 * 4)
+    array = pool.lease((4, 8), np.int32)
+    where = address(array)
+    held = hold(array)
+    del array
+    gc.collect()
+    others = [pool.lease((4, 8), np.int32) for _ in range(5)]
+    assert where not in {address(other) for other in others}
+    del held
+    gc.collect()
+    assert where == address(pool.lease((4, 8), np.int32))
+
+
+def test_a_lease_is_writable_contiguous_and_of_its_type() -> None:
+    array = Pool(1000).lease((3, 5), "<i8")
+    assert (array.shape, array.dtype, array.flags.writeable, array.flags.c_contiguous) == ((3, 5), np.int64, True, True)
+
+
+def test_the_free_list_is_capped() -> None:
+    pool = Pool(64, kept=2)
+    leases = [pool.lease((64,), np.uint8) for _ in range(10)]
+    leases.clear()
+    assert len(pool._free) == 2
+
+
+def test_a_big_block_begins_on_a_page() -> None:
+    assert address(Pool(BIG_BYTES).lease((BIG_BYTES,), np.uint8)) % PAGE_BYTES == 0
+
+
+def test_a_lease_larger_than_a_block_is_refused() -> None:
+    with pytest.raises(ValueError, match="16 bytes does not fit a block of 8"):
+        Pool(8).lease((2,), np.int64)
+
+
+@given(st.lists(st.tuples(st.sampled_from(sorted(HOLDS)), st.booleans()), max_size=40))
+def test_kept_leases_never_change_while_others_are_written(story: list[tuple[str, bool]]) -> None:
+    pool = Pool(4 * 8 * 4, kept=3)
+    kept: list[tuple[Any, bytes]] = []
+    for number, (name, keep) in enumerate(story):
+        array = pool.lease((4, 8), np.int32)
+        array[:] = number
+        if keep:
+            held = HOLDS[name](array)
+            kept.append((held, content(held)))
+        del array
+    for held, before in kept:
+        assert content(held) == before
+
+
+def content(held: Any) -> bytes:
+    if isinstance(held, torch.UntypedStorage):
+        return bytes(held.tolist())
+    if isinstance(held, torch.Tensor):
+        return held.contiguous().numpy().tobytes()
+    return bytes(held.tobytes())
