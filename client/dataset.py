@@ -246,8 +246,7 @@ class ServedDataset(IterableDataset[Any]):
         first = not self._epochs.opened and not self._epochs.alone
         link = self._usable_link()
         leave = link.begin(iteration, run.progress)
-        folder = addresses.orders_path(self._address)
-        epoch_order = order.of(self._plan, iteration.open.epoch, folder)
+        epoch_order = order.of(self._plan, iteration.open.epoch, addresses.orders_path(self._address))
         link.await_registration(leave, self._options.timeout_s, first=first)
         return Draw(
             iteration,

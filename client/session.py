@@ -7,6 +7,7 @@ change what a batch holds: a grant is leave to go on, and its absence is worth `
     idle ── Begun ──► connecting ── welcome ──► opening ── opened ──► open ── Begun ──► opening
                           │  ▲                     │                   │
                           └──┴── a new boot, unknown_stream, no_hello ─┘
+    open ── unknown_stream from the same boot, when the loop is through ──► idle
     any ── SILENT_S without a word, or an error that the job can live with ──► alone ── welcome ──► opening
 """
 
@@ -55,21 +56,18 @@ TRANSITIONS = {
     "idle": {"connecting", "alone", "closed"},
     "connecting": {"connecting", "opening", "open", "idle", "alone", "closed"},
     "opening": {"connecting", "opening", "open", "idle", "alone", "closed"},
-    "open": {"connecting", "opening", "alone", "closed"},
+    "open": {"connecting", "opening", "idle", "alone", "closed"},
     "alone": {"alone", "opening", "connecting", "closed"},
     "closed": {"closed"},
 }
-#: Once a job has been registered, these only leave it alone: the daemon was restarted with other data, or is ill.
-SURVIVABLE = {"unknown_dataset", "ambiguous_dataset", "store_mismatch"}
 LOST = {"unknown_stream", "no_hello", "stale_epoch"}
 
 
 @dataclass(slots=True)
 class _Pending:
-    """A request without its reply: first sent, to be sent (again) at, and how long after that; None for never."""
+    """A request without its reply: to be sent (again) at, and how long after that; None for never."""
 
     message: Message
-    since: float
     due: float
     pace_s: float | None
 
@@ -90,8 +88,8 @@ class Session:
     _pending: dict[int, _Pending] = field(default_factory=dict, init=False)
     _next_id: int = field(default=1, init=False)
     _boot: bytes | None = field(default=None, init=False)
-    _heard: float = field(default=0.0, init=False)
     _said: float = field(default=0.0, init=False)
+    _silent: float | None = field(default=None, init=False)  # since when the daemon owes an answer
     _looked: float = field(default=0.0, init=False)
     _greeted: float = field(default=-1e9, init=False)
     _stream: int = field(default=-1, init=False)
@@ -100,7 +98,8 @@ class Session:
     _settled: bool = field(default=False, init=False)  # this iteration has been registered, or goes on without
     _contested: bool = field(default=False, init=False)
     _running: bool = field(default=False, init=False)
-    _was_alone: bool = field(default=False, init=False)
+    _was_alone: bool = field(default=False, init=False)  # and the daemon has not been told yet
+    _said_alone: bool = field(default=False, init=False)  # and the user has not been told that it is over
     _index: int = field(default=0, init=False)
     _asked: int = field(default=0, init=False)
     _granted: int = field(default=0, init=False)
@@ -120,8 +119,8 @@ class Session:
         if self.state in ("idle", "closed"):
             return None
         times = [pending.due for pending in self._pending.values() if pending.pace_s is not None]
-        if self.state != "alone" and self._pending:
-            times.append(self._silent_since() + limits.SILENT_S)
+        if self.state != "alone" and self._silent is not None:
+            times.append(self._silent + limits.SILENT_S)
         if self.state == "open":
             times.append(self._said + limits.BEAT_S)
             if self._running:
@@ -164,10 +163,12 @@ class Session:
         self._permit()
 
     def _ticked(self, event: Ticked) -> None:
-        self._progress, self._looked = event.progress, self._now
+        self._looked = self._now
+        if event.progress.given >= self._told.given:  # else it is the next iteration's, whose `Begun` is on its way
+            self._progress = event.progress
         if self.state in ("idle", "closed"):
             return
-        if self._pending and self.state != "alone" and self._now - self._silent_since() >= limits.SILENT_S:
+        if self._silent is not None and self.state != "alone" and self._now - self._silent >= limits.SILENT_S:
             self._go_alone(f"The daemon has not answered for {limits.SILENT_S:g} s.")
         for identifier, pending in self._pending.items():
             if pending.pace_s is not None and pending.due <= self._now:
@@ -194,11 +195,17 @@ class Session:
         pending = self._pending.pop(event.reply.id, None)
         if pending is None or self.state == "closed":
             return  # late, or never asked for
-        self._heard = self._now
+        unpaced = [number for number, entry in self._pending.items() if entry.pace_s is None]
+        for number in unpaced:
+            if number < event.reply.id:
+                del self._pending[number]  # answers come in order: this one's was lost
+        self._silent = self._now if self._pending else None
         message, request = event.reply.message, pending.message
         another = self._boot is not None and event.reply.boot != self._boot
         self._boot = event.reply.boot
-        if isinstance(message, Error):
+        if isinstance(message, Error) and message.code in LOST and self.state == "open" and not another | self._running:
+            self._rest()  # replaced by its object's loader workers: to open again would throw them out
+        elif isinstance(message, Error):
             self._erred(request, message)
         elif another and not isinstance(request, Hello):
             self._greet("connecting")
@@ -210,7 +217,8 @@ class Session:
             self._was_granted(request, message)
 
     def _registered(self, message: Opened) -> None:
-        if self._was_alone:
+        if self._said_alone:
+            self._said_alone = False
             self._warned.clear()
             self._warn("The daemon answers again.")
         self._enter("open")
@@ -246,7 +254,7 @@ class Session:
             self._greet("connecting")
         elif isinstance(request, Hello):
             self._not_registered(error)
-        elif isinstance(request, Open) and error.code == "rank_taken" and not self._settled:
+        elif isinstance(request, Open) and error.code == "rank_taken" and not (self._settled or self.opened):
             self._wait_for_rank(error)
         elif isinstance(request, Open):
             self._not_registered(error)
@@ -254,9 +262,9 @@ class Session:
             self._warn(f"The daemon grants no ranges: {error}")
 
     def _not_registered(self, error: DataserveError) -> None:
-        """Raise what only the user can mend, before the loop's first batch; live with the rest."""
-        survivable = error.retryable if not self.opened else error.blame != "user" or error.code in SURVIVABLE
-        if self._settled or survivable:
+        """Raise what only the user can mend, before the job's first batch. One that has been registered is never ended,
+        whatever a daemon says that was restarted with other data, or has let somebody else in its place."""
+        if self._settled or self.opened or error.retryable:
             # One that is starting again says for a while that it is not ready: no news to a job that is alone already.
             self._go_alone(str(error), quietly=self.alone and error.retryable)
         else:
@@ -264,8 +272,7 @@ class Session:
 
     def _refuse(self, error: DataserveError) -> None:
         assert self._iteration is not None
-        self._enter("idle")
-        self._pending.clear()
+        self._rest()
         self._contested = False
         self._effects.append(Refuse(self._iteration.number, error))
 
@@ -291,10 +298,15 @@ class Session:
         self._enter(state)
         self._pending.clear()
         self._boot, self._stream = None, -1
-        self._heard = self._now
         delay_s = max(0.0, self._greeted + limits.RETRY_S - self._now)
         self._greeted = self._now + delay_s
         self._send(self.hello, limits.BEAT_S if state == "alone" else limits.RETRY_S, delay_s=delay_s)
+
+    def _rest(self) -> None:
+        """Have no registration, and want none before the next iteration."""
+        self._enter("idle")
+        self._pending.clear()
+        self._silent = None
 
     def _open(self) -> None:
         """Register for the current iteration, forgetting what an older one still awaited."""
@@ -306,6 +318,7 @@ class Session:
     def _go_alone(self, why: str, *, quietly: bool = False) -> None:
         if not quietly:
             self._warn(f"{why} This job goes on by itself and loses nothing; it registers again when it can.")
+            self._said_alone = True
         self._greeted = self._now + limits.BEAT_S - limits.RETRY_S
         self._greet("alone")
         self.alone = self._was_alone = self._settled = True
@@ -343,8 +356,10 @@ class Session:
     def _send(self, message: Message, pace_s: float | None, *, delay_s: float = 0.0) -> None:
         identifier, self._next_id = self._next_id, self._next_id + 1
         due = self._now + (delay_s or pace_s or 0.0)
-        self._pending[identifier] = _Pending(message, self._now, due, pace_s)
+        self._pending[identifier] = _Pending(message, due, pace_s)
         self._said = self._now
+        if self._silent is None:  # else an older one waits, perhaps of an iteration that this one replaces
+            self._silent = self._now
         if not delay_s:
             self._effects.append(Send(identifier, message))
 
@@ -370,9 +385,6 @@ class Session:
         if text not in self._warned:
             self._warned.add(text)
             self._effects.append(Warn(text))
-
-    def _silent_since(self) -> float:
-        return max(self._heard, min(pending.since for pending in self._pending.values()))
 
 
 _HANDLERS: dict[type, Callable[[Session, Any], None]] = {

@@ -1,8 +1,6 @@
 """The manifest of a store: what is in it, as a typed record, its canonical JSON and a validator that trusts nothing.
 
-FORMAT.md states the same. `id` is the SHA-256 of the manifest's bytes, which are canonical: sorted
-keys, no spaces, ASCII,
-no floats. Times, hosts, paths and pids are not in it, so that equal content has an equal id everywhere.
+FORMAT.md states the same. `id` is the SHA-256 of the manifest's bytes, which are canonical: sorted keys, no spaces, ASCII, no floats. Times, hosts, paths and pids are not in it, so that equal content has an equal id everywhere.
 """
 
 from __future__ import annotations
@@ -53,7 +51,7 @@ Structure = Mapping[str, Any]
 
 
 class Part(NamedTuple):
-    """One file of a column: its rows, its whole size, the CRC-32 of each chunk of `chunk_rows` rows of its data."""
+    """One file of a column: its rows, its whole size, the CRC-32s of its data (`Column.span_bytes` of it each)."""
 
     file: str
     rows: int
@@ -81,6 +79,11 @@ class Column:
     def item_bytes(self) -> int:
         """Bytes of one row of a fixed column, of one element of a ragged one."""
         return row_bytes(self.dtype, self.shape)
+
+    def span_bytes(self, chunk_rows: int) -> int:
+        """Bytes of data that one checksum covers: a chunk of rows, or `CHUNK_BYTES` in the files of a ragged column,
+        whose rows have no size of their own."""
+        return chunk_rows * self.item_bytes if self.kind == "fixed" else limits.CHUNK_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,16 +294,17 @@ def _check_column(column: Column, rows: int, chunk: int) -> None:
     if column.kind == "fixed":
         if column.offsets:
             raise ValueError(f"{where} is fixed and has offsets")
-        _check_part(column.parts[0], f"{column.name}.npy", rows, column.item_bytes, chunk, where)
+        _check_part(column, column.parts[0], f"{column.name}.npy", rows, column.item_bytes, chunk)
         return
     if not column.offsets:
         raise ValueError(f"{where} is ragged and has no offsets")
     values = column.parts[0]
-    _check_part(values, f"{column.name}.values.npy", values.rows, column.item_bytes, chunk, where)
-    _check_part(column.offsets[0], f"{column.name}.offsets.npy", rows + 1, 8, chunk, f"{where} offsets")
+    _check_part(column, values, f"{column.name}.values.npy", values.rows, column.item_bytes, chunk)
+    _check_part(column, column.offsets[0], f"{column.name}.offsets.npy", rows + 1, 8, chunk)
 
 
-def _check_part(part: Part, file: str, rows: int, item_bytes: int, chunk: int, where: str) -> None:
+def _check_part(column: Column, part: Part, file: str, rows: int, item_bytes: int, chunk: int) -> None:
+    where = f"column {column.name}"
     if part.file != file:
         raise ValueError(f"{where} lies in {part.file!r}, not in {file!r}")
     if part.rows != rows:
@@ -308,8 +312,9 @@ def _check_part(part: Part, file: str, rows: int, item_bytes: int, chunk: int, w
     size = limits.HEADER_BYTES + rows * item_bytes
     if part.size_bytes != size:
         raise ValueError(f"{where} has {part.size_bytes} bytes, not {size}")
-    if len(part.crcs) != -(-rows // chunk):
-        raise ValueError(f"{where} has {len(part.crcs)} checksums, not {-(-rows // chunk)}")
+    spans = -(-(size - limits.HEADER_BYTES) // column.span_bytes(chunk))
+    if len(part.crcs) != spans:
+        raise ValueError(f"{where} has {len(part.crcs)} checksums, not {spans}")
 
 
 def _check_names(manifest: Manifest) -> None:

@@ -50,7 +50,7 @@ class ArraysSource(Source):
                 if not name.endswith(".npy"):
                     raise UserError("bad_source", f"{self._path!r} holds {name!r}, no array.", "Use numpy.savez.")
                 self._members[name.removesuffix(".npy")] = _Member(archive, self._path, name)
-            self.length = checked_length(spec.source, self._common_length())
+            self.length: int = checked_length(spec.source, self._common_length())
         except DataserveError:
             self.close()
             raise

@@ -1,49 +1,91 @@
 """One build: open the source, look whether it is there already, take the lock, fill the files, seal them.
 
-It runs alone or through the pool by one rule (`_wants_pool`); the bytes are the same.
+It goes on with what a dead build has left; the bytes are the same however often it was interrupted, and whoever reads the
+samples (crew.py).
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import os
-import sys
-import threading
 import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import count
 from pathlib import Path
-from typing import Any
 
 from dataserve.protocol import limits, manifest
 from dataserve.protocol.errors import DataError, DataserveError, MachineError
-from dataserve.protocol.manifest import Manifest
+from dataserve.protocol.manifest import Column, Manifest
 
-from . import fingerprint, sources, store, writer
-from .filling import IDLE, Filler, Page, to_map
+from . import badsamples, fingerprint, leftovers, look, sources, store, writer
+from .badsamples import BadSamples
+from .crew import Crew
+from .filling import Patience, from_map, to_map
 from .fingerprint import Survey, Verdict
+from .joining import kept_indices
+from .journal import Chunk, Journal
+from .layout import Layout
 from .locks import BuildLocks
 from .report import Reporter
 from .schema import Schema
 from .sources import Source
 from .spec import DatasetSpec
-from .writer import Layout, StoreWriter
+from .writer import StoreWriter
 
 _log = logging.getLogger("dataserve")
 
-TICK_S = 0.1
-PROBE_S = 0.25  #: time spent on measuring what a sample costs
-PROBE_ROWS = 64
-POOL_S = 1.0  #: what a pool costs beside its imports
+#: After these a build is gone on with by the next start; after all other errors nothing is left of it.
+_RESUMED = ("worker_died", "stuck")
+
+
+@dataclass
+class _Work:
+    """A build under way."""
+
+    source: Source
+    seen: Survey
+    files: StoreWriter
+    schema: Schema
+    layout: Layout
+    journal: Journal
+    chunks: dict[int, Chunk]  # the finished ones
+    bad: BadSamples
+    again: Chunk | None = None  #: of a source of unknown length: what the chunk that is made once more must be
+
+    def done(self, chunk: Chunk) -> None:
+        """One more chunk. Raises `bad_sample` where too many samples are bad."""
+        self.bad.add(chunk.bad)
+        self.journal.add(chunk)
+        self.chunks[chunk.chunk] = chunk
+
+    def scanned(self) -> int:
+        """Samples that were looked at."""
+        return sum(chunk.scanned for chunk in self.chunks.values())
 
 
 class Build:
-    """The preparation of one spec into a store below the root."""
+    """The preparation of one spec into a store below the root. `workers` is their number, None where cost decides;
+    `sample_timeout_s` is what one sample may take."""
 
-    def __init__(self, spec: DatasetSpec, root: Path, workers: int | None, reporter: Reporter) -> None:
+    def __init__(
+        self,
+        spec: DatasetSpec,
+        root: Path,
+        workers: int | None,
+        reporter: Reporter,
+        sample_timeout_s: float | None = None,
+    ) -> None:
         self._spec = sources.located(spec)
         self._root = root
         self._workers = workers
         self._reporter = reporter
         self._open_s = 0.0
+        self._patience = Patience(forgiving=spec.on_error == "skip")
+        if sample_timeout_s is not None:
+            self._patience = self._patience._replace(sample_s=sample_timeout_s)
+        badsamples.Limit(spec.max_bad, None)  # a mistake there is found before the source is opened
 
     def run(self, recalled: Verdict) -> None:
         """Makes the store, or finds it made. `recalled` is the miss that led here. Raises what stands in the way."""
@@ -56,6 +98,8 @@ class Build:
         try:
             self._open_s = time.monotonic() - began
             pool.one_native_thread()
+            if (scanned := source.scanned()) is not None:
+                self._reporter.scanned(scanned)
             self._find_or_build(source, recalled)
         finally:
             source.close()
@@ -66,7 +110,8 @@ class Build:
         if (found := writer.usable(target, seen.fingerprint)) is not None:
             self._found(found, seen)
             return
-        self._reporter.verdict(Verdict(False, None, seen.fingerprint, self._reasons(recalled, seen)))
+        self._reporter.verdict(fingerprint.miss(self._root, self._spec, recalled, seen))
+        leftovers.clean(self._root, self._spec.name, but=seen.fingerprint)
         locks = BuildLocks(self._root, seen.fingerprint)
         locks.take(self._reporter.waiting)
         try:
@@ -83,6 +128,7 @@ class Build:
         """A hit that only the full fingerprint could show."""
         self._remember(seen, Path(found.path).name)
         self._reporter.verdict(fingerprint.hit(Path(found.path)))
+        leftovers.clean(self._root, self._spec.name)
         self._reporter.sealed(found, hit=True)
 
     def _remember(self, seen: Survey, folder: str) -> None:
@@ -92,178 +138,135 @@ class Build:
         except MachineError as error:
             _log.warning("%s", error)
 
-    def _reasons(self, recalled: Verdict, seen: Survey) -> list[str]:
-        """Why nothing that is there will do. Without a record, the stores of this name say what differs."""
-        if any(not reason.startswith("never") for reason in recalled.reasons):
-            return recalled.reasons
-        named = [item for item in store.list_sealed(self._root) if item.manifest.name == self._spec.name]
-        if not named:
-            return recalled.reasons
-        differences = [fingerprint.changes(item.manifest.fingerprint_parts, seen.parts) for item in named]
-        return min(differences, key=len) or recalled.reasons  # the nearest one
-
     def _build(self, source: Source, seen: Survey, locks: BuildLocks) -> store.Sealed:
         locks.builder.note({"pid": os.getpid()})
-        schema = Schema.of(self._first(source))
-        layout = Layout(source.length, schema.fields)
-        # A manifest that no reader would take is found before the work and not behind it.
-        self._manifest(source, schema, layout, seen, [(0,) * len(schema.fields)] * layout.chunks)
-        files = StoreWriter(self._root, seen.fingerprint, layout)
-        files.wipe()
-        self._reporter.space(*files.check_room())
-        files.create()
+        source.row_key = seen.fingerprint if self._spec.allow_random else None
+        files = StoreWriter(self._root, seen.fingerprint)
+        how = (self._spec, source, self._open_s, self._workers, self._patience, self._reporter, locks, files.folder)
         try:
-            crcs = self._fill(source, schema, layout, files, locks)
+            crew = Crew(*how, died_before=files.folder.exists())
+            work = None
+            try:
+                work = self._begin(source, seen, files, crew)
+                self._fill(work, crew)
+                crew.close(done=True)
+            except BaseException:
+                crew.close(done=False)
+                raise
+            finally:
+                if work is not None:
+                    work.journal.close()
             self._reporter.progress("seal", 0, None)
-            self._check_unchanged(seen)
-            return files.seal(self._manifest(source, schema, layout, seen, crcs))
-        except (DataserveError, KeyboardInterrupt):
-            files.wipe()
+            return self._seal(work)
+        except DataserveError as error:
+            if error.code not in _RESUMED:
+                files.wipe()
             raise
 
-    def _first(self, source: Source) -> Any:
-        """The sample that fixes the schema."""
-        transform = None if self._spec.transform is None else sources.load_transform(self._spec.transform)
-        return sources.read_sample(source, transform, 0)
-
-    def _fill(
-        self, source: Source, schema: Schema, layout: Layout, files: StoreWriter, locks: BuildLocks
-    ) -> list[tuple[int, ...]]:
-        """Prepares all chunks; their checksums by chunk."""
-        count = min(self._workers or len(os.sched_getaffinity(0)), layout.chunks)
-        if self._workers is None and count > 1 and not self._wants_pool(source, schema, layout, count):
-            count = 1
-        page = Page(count)
+    def _begin(self, source: Source, seen: Survey, files: StoreWriter, crew: Crew) -> _Work:
+        """What a dead build has left, or a new one."""
+        table = badsamples.table_path(self._root, self._spec.name, seen.fingerprint)
+        bad = BadSamples(source, badsamples.Limit(self._spec.max_bad, source.length), self._reporter, table)
+        spec = json.loads(json.dumps(self._spec.to_map()))
+        left = files.recall()
+        if left is not None and left["spec"] == spec and left["layout"]["rows"] == source.length:
+            schema, layout = from_map(left)
+            journal, chunks = files.resume(layout, left)
+            again = _to_make_again(chunks) if layout.rows is None else None
+            work = _Work(source, seen, files, schema, layout, journal, chunks, bad, again)
+            self._reporter.resuming(work.scanned(), layout.rows)
+            for chunk in chunks.values():
+                bad.add(chunk.bad)
+            return work
+        files.wipe()
+        files.announce()
         try:
-            with _Ticker(self._reporter, locks, page, layout.rows, watch=count == 1):
-                fill = self._fill_alone if count == 1 else self._fill_by_pool
-                crcs = fill(source, schema, layout, files, locks, page)
-        finally:
-            page.close()
-        return [crcs[chunk] for chunk in range(layout.chunks)]
+            schema, layout = crew.look()
+        except look.NothingGoodError as nothing:
+            if not nothing.bad:
+                raise self._empty() from None
+            bad.add(nothing.bad)
+            raise bad.error(f"All {len(bad)} samples are bad.") from None
+        self._check_manifest(source, schema, layout, seen)
+        self._reporter.space(layout.needed_bytes, store.free_bytes(self._root))
+        journal = files.create(layout, {"spec": spec, **to_map(schema, layout)})
+        return _Work(source, seen, files, schema, layout, journal, {}, bad)
 
-    def _fill_alone(
-        self, source: Source, schema: Schema, layout: Layout, files: StoreWriter, _: BuildLocks, page: Page
-    ) -> dict[int, tuple[int, ...]]:
-        filler = Filler(self._spec, source, schema, layout, str(files.folder), page.words(0))
-        try:
-            return {chunk: filler.fill(chunk) for chunk in range(layout.chunks)}
-        finally:
-            filler.close()
+    def _fill(self, work: _Work, crew: Crew) -> None:
+        """Prepares all chunks that are missing."""
+        total = work.layout.chunks
+        missing = None if total is None else [chunk for chunk in range(total) if chunk not in work.chunks]
+        chunks = _stream(work) if missing is None else iter(missing)
+        count = None if missing is None else len(missing)
+        crew.fill(work.schema, work.layout, chunks, count, work.scanned(), work.done)
 
-    def _fill_by_pool(
-        self, _: Source, schema: Schema, layout: Layout, files: StoreWriter, locks: BuildLocks, page: Page
-    ) -> dict[int, tuple[int, ...]]:
-        from . import pool
+    def _empty(self) -> DataError:
+        text = f"The source {self._spec.source!r} has no samples."
+        return DataError("empty_source", text, "Look at its place and arguments.")
 
-        job = {
-            "spec": self._spec.to_map(),
-            "folder": str(files.folder),
-            "writers_lock": str(locks.writers.path),
-            **to_map(schema, layout),
-        }
-        preload: list[str] = [name for name in ("torch", "torchvision.datasets") if name in sys.modules]
-        crcs: dict[int, tuple[int, ...]] = {}
-        workers = pool.Pool(job, page, preload)
-        try:
-            workers.run(list(range(layout.chunks)), crcs.__setitem__)
-            workers.close()
-        finally:
-            workers.kill()
-        return crcs
-
-    def _wants_pool(self, source: Source, schema: Schema, layout: Layout, count: int) -> bool:
-        """Whether `count` workers would be done sooner than this process alone: they save their share of the remaining
-        time, and cost what opening the source has cost here, imports included, and `POOL_S`. Measured on some samples
-        spread over the source; whole arrays are copied faster by one than they are opened by many."""
-        if self._spec.transform is None and source.block(0, 1) is not None:
-            return False
-        transform = None if self._spec.transform is None else sources.load_transform(self._spec.transform)
-        buffers = [field.buffer(1) for field in layout.fields]
-        began, rows = time.monotonic(), 0
-        step = max(1, layout.rows // PROBE_ROWS)
-        for index in range(0, layout.rows, step):
-            schema.put(sources.read_sample(source, transform, index), index, 0, buffers)
-            rows += 1
-            if time.monotonic() - began > PROBE_S:
-                break
-        alone_s = (time.monotonic() - began) / rows * layout.rows
-        return alone_s * (1 - 1 / count) > self._open_s + POOL_S
+    def _seal(self, work: _Work) -> store.Sealed:
+        chunks = [chunk for _, chunk in sorted(work.chunks.items())]
+        work.bad.settle(work.scanned(), self._spec.on_error)
+        if not any(chunk.kept for chunk in chunks):
+            raise self._empty()
+        self._check_unchanged(work.seen)
+        origins = None
+        path = work.source.path
+        if len(work.bad) or path(0) is not None:
+            origins = ((index, path(index) or b"") for index in kept_indices(work.layout, chunks))
+        columns = work.files.assemble(work.layout, chunks, origins)
+        found = self._manifest(work.source, work.schema, work.layout, work.seen, columns)
+        rows = sum(chunk.kept for chunk in chunks)
+        found = replace(found, rows=rows, skipped=work.bad.skipped())
+        manifest.parse(found.to_bytes())
+        return work.files.seal(found)
 
     def _check_unchanged(self, seen: Survey) -> None:
-        now = fingerprint.survey(self._spec, seen.identity)
-        if now.fingerprint != seen.fingerprint:
-            found = fingerprint.changes(seen.parts, now.parts, seen.files, now.files)
+        if found := fingerprint.changed_since(self._spec, seen):
             text = f"The source changed while it was prepared: {'; '.join(found)}."
             raise DataError("source_changed", text, "Prepare it again when nothing writes to it.")
 
+    def _check_manifest(self, source: Source, schema: Schema, layout: Layout, seen: Survey) -> None:
+        """Finds a manifest that no reader would take before the work and not behind it. Raises `bad_store`."""
+        one = replace(layout, rows=1)
+        columns = tuple(writer.empty_column(field, one) for field in one.fields)
+        manifest.parse(self._manifest(source, schema, one, seen, columns).to_bytes())
+
     def _manifest(
-        self, source: Source, schema: Schema, layout: Layout, seen: Survey, crcs: list[tuple[int, ...]]
+        self, source: Source, schema: Schema, layout: Layout, seen: Survey, columns: tuple[Column, ...]
     ) -> Manifest:
         versions = {name: fingerprint.installed(name) for name in seen.parts["versions"]}
-        found = Manifest(
+        return Manifest(
             name=self._spec.name,
             fingerprint=seen.fingerprint,
             fingerprint_parts=seen.parts,
-            rows=layout.rows,
+            rows=layout.rows or 1,
             chunk_rows=layout.chunk_rows,
             structure=schema.structure,
-            columns=layout.columns(crcs),
+            columns=columns,
             classes=source.classes,
             versions={name: full for name, full in versions.items() if full is not None},
         )
-        manifest.parse(found.to_bytes())
-        return found
 
 
-class _Ticker:
-    """A thread that tells the parent and those who wait how far the build is, ten times a second.
+def _to_make_again(chunks: dict[int, Chunk]) -> Chunk | None:
+    """Of an interrupted build that must be read from front to back: leaves the chunks before the first gap but the last
+    of them, and returns that one."""
+    whole = next(number for number in count() if number not in chunks)
+    for number in [number for number in chunks if number >= whole]:
+        del chunks[number]
+    return chunks.pop(whole - 1, None)
 
-    Where the build runs in this process alone (`watch`) it also ends it when one sample takes for ever: no other thread
-    can interrupt code that does not return.
-    """
 
-    def __init__(self, reporter: Reporter, locks: BuildLocks, page: Page, total: int, *, watch: bool) -> None:
-        self._reporter = reporter
-        self._locks = locks
-        self._page = page
-        self._total = total
-        self._watch = watch
-        self._beat = 0
-        self._moved = (IDLE, time.monotonic())
-        self._end = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="dataserve-ticker", daemon=True)
-
-    def __enter__(self) -> None:
-        self._tick()
-        self._thread.start()
-
-    def __exit__(self, *_: object) -> None:
-        self._end.set()
-        self._thread.join()
-        self._tick()
-
-    def _run(self) -> None:
-        while not self._end.wait(TICK_S):
-            self._tick()
-
-    def _tick(self) -> None:
-        done = self._page.done()
-        self._beat += 1
-        words = {"pid": os.getpid(), "stage": "prepare", "done": done, "total": self._total, "beat": self._beat}
-        self._locks.builder.note(words)
-        self._reporter.progress("prepare", done, self._total)
-        if self._watch:
-            self._look()
-
-    def _look(self) -> None:
-        from . import pool
-
-        current, now = self._page.at(0), time.monotonic()
-        if current == IDLE or current != self._moved[0]:
-            self._moved = (current, now)
-        elif now - self._moved[1] > pool.HUNG_S:
-            text = f"Sample {current} has taken {now - self._moved[1]:.0f} s."
-            remedy = "See what that sample is; a source or transform may wait for ever."
-            self._reporter.failed(MachineError("stuck", text, remedy))
-            os._exit(1)
+def _stream(work: _Work) -> Iterator[int]:
+    """The missing chunks of a source of unknown length, one by one, until one is not full. The first must come out as it
+    was before an interruption: a source that gives other samples each time cannot be gone on with."""
+    for number in count(len(work.chunks)):
+        yield number
+        made = work.chunks[number]
+        if work.again is not None and made != work.again:
+            text = "The source gave other samples than before the interruption."
+            raise DataError("source_changed", text, "Give it a fixed order; what was left of the build is removed.")
+        work.again = None
+        if made.scanned < work.layout.chunk_rows:
+            return

@@ -5,19 +5,30 @@ from __future__ import annotations
 import mmap
 import os
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
-from dataserve.protocol import manifest
+from dataserve.protocol import limits, manifest
+from dataserve.protocol.errors import DataError, UserError
 
-from . import sources
+from . import randomness
+from .badsamples import Bad
+from .journal import Chunk
+from .layout import Layout
+from .reading import Reader, blame
 from .schema import Schema
 from .sources import Source
-from .spec import DatasetSpec
-from .writer import ChunkWriter, Layout
+from .writer import ChunkWriter
 
 IDLE = -1
 _WORDS = 2
 _WORD_BYTES = 8
+
+
+class Patience(NamedTuple):
+    """How long one sample may take, and whether one that takes longer, or kills its worker, may be left out."""
+
+    sample_s: float = 300.0
+    forgiving: bool = False
 
 
 class Page:
@@ -52,6 +63,15 @@ class Page:
         """The index of the sample that this worker is at, or `IDLE`."""
         return self._words[slot * _WORDS]
 
+    def finished(self, slot: int) -> int:
+        """Rows that this worker has finished."""
+        return self._words[slot * _WORDS + 1]
+
+    def reset(self, slot: int, rows: int) -> None:
+        """Puts a slot, whose worker is gone, to `IDLE` and so many finished rows."""
+        self._words[slot * _WORDS] = IDLE
+        self._words[slot * _WORDS + 1] = rows
+
     def close(self) -> None:
         """Gives the descriptor back; the memory goes with the last view of it."""
         os.close(self.handle)
@@ -64,43 +84,55 @@ class Page:
 class Filler:
     """Fills chunks of a build from a source: reads, transforms, checks and writes one after another.
 
-    Memory: one chunk of buffers (`limits.CHUNK_BYTES`, or one row where that is more), and what the source takes.
+    Memory: what a `ChunkWriter` takes, and what the source takes.
     """
 
     def __init__(
-        self, spec: DatasetSpec, source: Source, schema: Schema, layout: Layout, folder: str, words: memoryview
+        self, reader: Reader, source: Source, schema: Schema, layout: Layout, folder: str, words: memoryview
     ) -> None:
+        self._reader = reader
         self._source = source
         self._schema = schema
         self._layout = layout
         self._words = words
-        self._transform = None if spec.transform is None else sources.load_transform(spec.transform)
-        rows = min(layout.chunk_rows, layout.rows)
-        self._buffers = [field.buffer(rows) for field in layout.fields]
         self._writer = ChunkWriter(folder, layout)
 
-    def fill(self, chunk: int) -> tuple[int, ...]:
-        """Prepares that chunk and returns its columns' CRC-32s. Raises `bad_sample`, `bad_schema`, `no_space`, ..."""
+    def fill(self, chunk: int) -> Chunk:
+        """Prepares that chunk. Raises `no_space`, ...; bad samples are in what it returns."""
         start, stop = self._layout.span(chunk)
         before = self._words[1]
         self._words[0] = start
-        block = self._source.block(start, stop) if self._transform is None else None
+        self._writer.begin(chunk)
+        generators = randomness.states()
+        block = self._source.block(start, stop) if self._reader.plain else None
         if block is not None:
-            self._schema.put_block(block, self._buffers)
+            self._schema.put_block(block, self._writer.columns)
+            scanned, bad = stop - start, list[Bad]()
         else:
-            self._one_by_one(start, stop)
-        crcs = self._writer.write(chunk, [buffer[: stop - start] for buffer in self._buffers])
-        self._words[1] = before + stop - start
+            scanned, bad = self._one_by_one(start, stop)
+        randomness.refuse_moved(generators, self._source, self._reader, range(start, start + scanned))
+        crcs, elements = self._writer.finish(chunk, scanned - len(bad))
+        self._words[1] = before + scanned
         self._words[0] = IDLE
-        return crcs
+        return Chunk(chunk, scanned, crcs, elements, tuple(bad))
 
-    def _one_by_one(self, start: int, stop: int) -> None:
-        words, buffers, put = self._words, self._buffers, self._schema.put
-        source, transform = self._source, self._transform
+    def _one_by_one(self, start: int, stop: int) -> tuple[int, list[Bad]]:
+        """(samples looked at, the bad ones among them)."""
+        words, columns, put, read = self._words, self._writer.columns, self._schema.put, self._reader.read
+        bad: list[Bad] = []
+        row = 0
         for index in range(start, stop):
-            words[0] = index
-            put(sources.read_sample(source, transform, index), index, index - start, buffers)
+            try:
+                put(read(index), index, row, columns)
+                row += 1
+            except StopIteration:
+                return index - start, bad
+            except DataError as error:
+                bad.append(blame(error, index))
             words[1] += 1
+        if self._layout.rows is None and stop > limits.ROWS:
+            raise UserError("bad_source", f"The source has more than {limits.ROWS} samples.", "Split it into several.")
+        return stop - start, bad
 
     def close(self) -> None:
         """Gives the files back."""
@@ -108,7 +140,7 @@ class Filler:
 
 
 def to_map(schema: Schema, layout: Layout) -> dict[str, Any]:
-    """Schema and layout as JSON for the workers."""
+    """Schema and layout as JSON for the workers and the journal."""
     return {"structure": schema.structure, "layout": layout.to_map()}
 
 

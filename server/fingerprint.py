@@ -1,36 +1,44 @@
 """What a store was made from, as named parts with one hash, and whether that is still so: HIT or MISS and why.
 
-The parts are computed from the spec, file stats and the versions of installed distributions alone, so that the same
-function serves the child that prepares and `recall`, which must answer at once and imports neither the source's
-libraries nor the transform. What `recall` cannot know by itself (which folders a source reads, which libraries touch a
-row) it takes from a small record that the last preparation of that spec left in `<root>/.index`.
+    files      the source's files (census.py): by stat or by content, wherever they lie
+    source     its kind and arguments, and the code of a factory (codeprint.py)
+    transform  the transform's code
+    images     the rules for pictures (images.py)
+    options    what else shapes the rows: --on-error, --allow-random, --version
+    not_seen   what none of these covers, in words: --version NAME does
+    versions   major.minor of the libraries that touch a row, and of Python where code of the operator's does
+    format     of the store
+
+The child that prepares computes all of it. `recall` must answer at once and imports neither the source's libraries nor
+the operator's code: it looks at files and versions, and takes the code for unchanged as long as the bytes of its module
+files are (record.py). Where they differ it is a miss, and the child, which imports, may still find a hit.
 """
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import hashlib
 import importlib.machinery
 import importlib.metadata
 import json
 import os
-import stat
+import platform
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from dataserve.protocol import limits, manifest, version
 from dataserve.protocol.errors import DataserveError
 
-from . import images, sources, store
+from . import census, images, record, sources, store
+from .census import Entry
+from .record import Record
 from .sources import Identity
 from .spec import DatasetSpec
 
-RECORD_FORMAT = 1
-LISTED_FILES = 20_000  #: above so many a record keeps no list, and a miss names no files
-SHOWN_CHANGES = 5
+_ORDER = ("source", "files", "transform", "images", "options", "not_seen", "versions", "format")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,12 +56,15 @@ class Verdict:
         return f"{'HIT' if self.hit else 'MISS'}: {self.reasons[0]}"
 
 
-class Entry(NamedTuple):
-    """One file: its path below the root, its size, its time of change."""
+@dataclass(frozen=True, slots=True)
+class Code:
+    """The operator's code behind a spec: items by role (`transform`, `factory`), its module files with their hashes,
+    the distributions that it touches, and what cannot be followed."""
 
-    path: str
-    size_bytes: int
-    mtime_ns: int
+    items: Mapping[str, Mapping[str, Sequence[str]]] = field(default_factory=dict)
+    files: Mapping[str, str] = field(default_factory=dict)
+    libraries: tuple[str, ...] = ()
+    not_seen: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +74,7 @@ class Survey:
     identity: Identity
     parts: Mapping[str, Any]
     files: Mapping[str, Sequence[Entry]]  # by root
+    code: Code
 
     @property
     def fingerprint(self) -> str:
@@ -70,21 +82,49 @@ class Survey:
         return hashlib.sha256(manifest.canonical(self.parts)).hexdigest()
 
 
-def survey(spec: DatasetSpec, identity: Identity) -> Survey:
-    """Looks at the files and versions behind a spec. The spec is `located`. Raises `no_access`."""
-    files = {root: census(root) for root in identity.roots}
-    libraries = identity.libraries
-    if spec.transform is not None:
-        libraries = tuple(sorted({*libraries, *sources.PICTURE_LIBRARIES}))
+def survey(
+    spec: DatasetSpec,
+    identity: Identity,
+    *,
+    code: Code | None = None,
+    earlier: Mapping[str, Sequence[Entry] | None] | None = None,
+) -> Survey:
+    """Looks at the files, the code and the versions behind a spec. The spec is `located`. Without `code` the operator's
+    modules are imported and read; `earlier` are files whose hashes hold where their times do.
+
+    Raises `no_access`, `bad_transform`, `bad_source`.
+    """
+    code = read_code(spec) if code is None else code
+    if identity.pictures:
+        from .imagefolder import census_entries
+
+        files = {identity.roots[0]: census_entries(spec)}
+    else:
+        files = {root: census.files(root) for root in identity.roots}
+    if spec.identity == "content":
+        files = {root: census.hashed(root, found, (earlier or {}).get(root)) for root, found in files.items()}
     parts = {
-        "files": [_digest(entries) for entries in files.values()],
+        "files": [census.digest(entries, spec.identity) for entries in files.values()],
         "format": version.STORE_FORMAT,
-        "images": images.RULES,
-        "source": _source_part(spec),
-        "transform": _transform_part(spec.transform),
-        "versions": {name: _major_minor(name) for name in libraries},
+        "images": images.Rules.of(spec).to_map(),
+        "not_seen": sorted({*identity.not_seen, *code.not_seen}),
+        "options": {
+            "on_error": spec.on_error,
+            "random": "seeded by row" if spec.allow_random else "refused",
+            "version": spec.version,
+        },
+        "source": _source_part(spec, code),
+        "transform": None if spec.transform is None else _code_part(spec.transform, code.items["transform"]),
+        "versions": {name: _major_minor(name) for name in sorted({*identity.libraries, *code.libraries})},
     }
-    return Survey(identity, parts, files)
+    return Survey(identity, parts, files, code)
+
+
+def changed_since(spec: DatasetSpec, seen: Survey) -> list[str]:
+    """What has changed behind a spec since that survey, as sentences: its files, and its code's. Raises `no_access`."""
+    now = survey(spec, seen.identity, code=seen.code, earlier=seen.files)
+    found = changes(seen.parts, now.parts, seen.files, now.files) if now.fingerprint != seen.fingerprint else []
+    return found + _code_file_changes(seen.code.files)
 
 
 def recall(root: Path, spec: DatasetSpec) -> Verdict:
@@ -94,19 +134,23 @@ def recall(root: Path, spec: DatasetSpec) -> Verdict:
     if spec.scheme == "store":
         found = _stored(root, spec.target)
         return Verdict(True, found.path, found.manifest.fingerprint, [f"{found.path} is a sealed store"])
-    record = _read_record(root, spec)
-    if record is None:
+    known = record.read(root, spec)
+    if known is None:
         return Verdict(False, None, None, [f"never prepared here: {root} has no record of this source and its options"])
-    now = survey(spec, record.identity)
-    reasons = changes(record.parts, now.parts, record.files, now.files)
-    path = root / record.folder
+    try:
+        now = survey(spec, known.identity, code=_known_code(known), earlier=known.files)
+    except DataserveError as error:
+        return Verdict(False, None, None, [f"source: {error.text}"])
+    reasons = changes(known.parts, now.parts, known.files, now.files)
+    reasons += _code_file_changes(known.code_files) + _moved(spec, known)
+    path = root / known.folder
     try:
         found = store.open_sealed(path)
-        if found.manifest.fingerprint != record.fingerprint:
+        if found.manifest.fingerprint != known.fingerprint:
             reasons.append(f"store: {path} has another fingerprint than the one recorded")
     except DataserveError as error:
         reasons.append(f"store: {error.text}")
-    if not reasons and now.fingerprint != record.fingerprint:
+    if not reasons and now.fingerprint != known.fingerprint:
         reasons.append("record: it contradicts itself")
     if reasons:
         return Verdict(False, None, None, reasons)
@@ -116,73 +160,63 @@ def recall(root: Path, spec: DatasetSpec) -> Verdict:
 def hit(path: Path) -> Verdict:
     """The verdict for a store that is there."""
     found = store.open_sealed(path)
-    kept = f"source files, options and library versions are those of {path.name}"
-    return Verdict(True, found.path, found.manifest.fingerprint, [kept])
+    parts = found.manifest.fingerprint_parts
+    kept = f"source files, code, options and library versions are those of {path.name}"
+    if any(part.get("look") == "stat" for part in parts.get("files", ())):
+        kept += " (files by size and time; --identity content compares their bytes)"
+    return Verdict(True, found.path, found.manifest.fingerprint, [kept, *notes(parts)])
+
+
+def miss(root: Path, spec: DatasetSpec, recalled: Verdict, seen: Survey) -> Verdict:
+    """The verdict where nothing that is there will do, with what changed since the last preparation of this spec; without
+    a record of one, since the nearest store of this name."""
+    known = record.read(root, spec)
+    if known is not None:
+        found = changes(known.parts, seen.parts, known.files, seen.files) or recalled.reasons
+    else:
+        named = [item for item in store.list_sealed(root) if item.manifest.name == spec.name]
+        differences = [changes(item.manifest.fingerprint_parts, seen.parts) for item in named]
+        found = min(differences, key=len, default=[]) or recalled.reasons
+    return Verdict(False, None, seen.fingerprint, [*found, *notes(seen.parts)])
+
+
+def notes(parts: Mapping[str, Any]) -> list[str]:
+    """What a fingerprint does not cover, and what to do about it. Empty where there is no such thing, or a version."""
+    unseen = parts.get("not_seen", ())
+    if not unseen or parts.get("options", {}).get("version") is not None:
+        return []
+    return [f"not seen: {'; '.join(unseen)}. Give --version NAME, and another name whenever that changes"]
 
 
 def remember(root: Path, spec: DatasetSpec, seen: Survey, folder: str) -> None:
     """Leaves the record by which `recall` will know this preparation. Raises `no_access`, `no_space`."""
     listed = {
-        name: [list(entry) for entry in entries] if len(entries) <= LISTED_FILES else None
+        name: entries if spec.identity == "content" or len(entries) <= record.LISTED_FILES else None
         for name, entries in seen.files.items()
     }
-    record = {
-        "format": RECORD_FORMAT,
-        "folder": folder,
-        "fingerprint": seen.fingerprint,
-        "parts": seen.parts,
-        "roots": list(seen.identity.roots),
-        "libraries": list(seen.identity.libraries),
-        "files": listed,
-    }
-    path = _record_path(root, spec)
-    fresh = path.with_name(f"{path.name}.{os.getpid()}")
-    try:
-        path.parent.mkdir(mode=0o700, exist_ok=True)
-        with open(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600), "w") as file:
-            json.dump(record, file)
-        os.replace(fresh, path)
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            fresh.unlink()
-        raise store.machine_error(error, path, "The record of the preparation cannot be written") from None
+    found = Record(folder, seen.fingerprint, seen.parts, seen.identity, listed, seen.code.files, seen.code.libraries)
+    record.write(root, spec, found)
 
 
-def census(root: str) -> list[Entry]:
-    """All regular files below a folder, or the file itself, sorted by the bytes of their paths. Links are followed, each
-    folder once. A root that is missing has none. Raises `no_access`."""
-    try:
-        if os.path.isfile(root):
-            found = os.stat(root)
-            return [Entry(os.path.basename(root), found.st_size, found.st_mtime_ns)]
-        entries = list(_walk(root, "", set()))
-    except FileNotFoundError:
-        return []
-    except OSError as error:
-        raise store.machine_error(error, error.filename or root, "The source cannot be looked at") from None
-    return sorted(entries, key=lambda entry: os.fsencode(entry.path))
+def read_code(spec: DatasetSpec) -> Code:
+    """The code behind a spec, imported and followed. Raises `bad_transform`, `bad_source`."""
+    from . import codeprint
 
-
-def _walk(folder: str, below: str, seen: set[tuple[int, int]]) -> Iterator[Entry]:
-    found = os.stat(folder)
-    if (found.st_dev, found.st_ino) in seen:
-        return
-    seen.add((found.st_dev, found.st_ino))
-    with os.scandir(folder) as items:
-        for item in items:
-            path = f"{below}{item.name}"
-            try:
-                about = item.stat()
-            except FileNotFoundError:  # a dangling link, or gone meanwhile: a later look will differ
-                continue
-            except OSError as error:
-                if error.errno == 40:  # ELOOP: a link to itself holds nothing
-                    continue
-                raise
-            if stat.S_ISREG(about.st_mode):
-                yield Entry(path, about.st_size, about.st_mtime_ns)
-            elif stat.S_ISDIR(about.st_mode):
-                yield from _walk(item.path, f"{path}/", seen)
+    wanted: dict[str, tuple[str, Any]] = {}
+    if spec.transform is not None:
+        wanted["transform"] = spec.transform, sources.load_transform(spec.transform)
+    if spec.is_factory:
+        wanted["factory"] = spec.source, sources.load_factory(spec.source)
+    if not wanted:
+        return Code()
+    prints = {role: codeprint.read(reference, code) for role, (reference, code) in wanted.items()}
+    names = {name for found in prints.values() for name in found.libraries}
+    return Code(
+        {role: {name: list(item) for name, item in found.items.items()} for role, found in prints.items()},
+        {path: digest for found in prints.values() for path, digest in sorted(found.files.items())},
+        tuple(sorted({"python", *_distributions(names)})),
+        tuple(sorted({f"{role}: {text}" for role, found in prints.items() for text in found.not_seen})),
+    )
 
 
 def changes(
@@ -193,13 +227,12 @@ def changes(
 ) -> list[str]:
     """What differs between two maps of parts, part by part, as sentences. Empty where nothing does."""
     found: list[str] = []
-    for part in ("source", "files", "transform", "versions", "images", "format"):
+    for part in _ORDER:
         if old.get(part) == new.get(part):
             continue
-        if part == "files" and old_files is not None and new_files is not None:
-            found += _file_changes(old_files, new_files) or [_counts(old, new)]
-        elif part == "files":
-            found.append(_counts(old, new))
+        if part == "files":
+            named = [] if old_files is None or new_files is None else census.changes(old_files, new_files)
+            found += named or [_counts(old, new)]
         else:
             found += _value_changes(part, old.get(part), new.get(part))
     return found
@@ -209,19 +242,22 @@ def _value_changes(place: str, old: object, new: object) -> list[str]:
     if isinstance(old, Mapping) and isinstance(new, Mapping):
         found = []
         for key in sorted(old.keys() | new.keys()):
-            if old.get(key) != new.get(key):
-                found += _value_changes(
-                    f"{place}: {key}" if ":" not in place else f"{place}.{key}", *_both(old, new, key)
-                )
+            if old.get(key) == new.get(key):
+                continue
+            if key == "code" and isinstance(old.get(key), Mapping) and isinstance(new.get(key), Mapping):
+                from . import codeprint
+
+                found += [f"{place}: {text}" for text in codeprint.changes(old[key], new[key])]
+            else:
+                below = f"{place}: {key}" if ":" not in place else f"{place}.{key}"
+                found += _value_changes(below, old.get(key), new.get(key))
         return found
     return [f"{place} changed {_shown(old)} -> {_shown(new)}"]
 
 
-def _both(old: Mapping[str, Any], new: Mapping[str, Any], key: str) -> tuple[object, object]:
-    return old.get(key), new.get(key)
-
-
 def _shown(value: object) -> str:
+    if isinstance(value, Mapping):
+        value = value.get("reference", value)
     return "nothing" if value is None else value if isinstance(value, str) else json.dumps(value)
 
 
@@ -235,69 +271,59 @@ def _counts(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
     )
 
 
-def _file_changes(old: Mapping[str, Sequence[Entry] | None], new: Mapping[str, Sequence[Entry]]) -> list[str]:
-    found: list[str] = []
-    for root, listed in old.items():
-        if listed is None:
-            continue
-        before = {entry.path: entry for entry in listed}
-        after = {entry.path: entry for entry in new.get(root, ())}
-        for path in sorted(before.keys() | after.keys(), key=os.fsencode):
-            one, other = before.get(path), after.get(path)
-            if one == other:
-                continue
-            if one is None or other is None:
-                found.append(f"files: {path} {'is new' if one is None else 'is gone'}")
-            elif one.size_bytes != other.size_bytes:
-                found.append(f"files: {path} changed size {one.size_bytes} -> {other.size_bytes}")
-            else:
-                found.append(f"files: {path} changed its time of modification")
-    more = len(found) - SHOWN_CHANGES
-    return found if more <= 1 else [*found[:SHOWN_CHANGES], f"files: {more} more changed"]
-
-
-def _source_part(spec: DatasetSpec) -> dict[str, Any]:
+def _source_part(spec: DatasetSpec, code: Code) -> dict[str, Any]:
     """The source without its place: the same tree elsewhere, with the same times, is the same source."""
-    if spec.scheme == "arrays":
-        return {"kind": "arrays"}
-    arguments = {key: _plain(value) for key, value in spec.args.items() if key not in ("root", "download")}
+    if spec.scheme in ("arrays", "imagefolder"):
+        return {"kind": spec.scheme}
+    arguments = {
+        key: record.plain_argument(value) for key, value in spec.args.items() if key not in ("root", "download")
+    }
+    if spec.is_factory:
+        return {"kind": "factory", "args": arguments, **_code_part(spec.source, code.items["factory"])}
     return {"kind": spec.scheme, "name": spec.target, "args": arguments}
 
 
-def _plain(value: object) -> object:
-    """An argument as JSON that has one form: floats by their exact hexadecimal, paths that are no UTF-8 by their bytes."""
-    if isinstance(value, float):
-        return f"float {value.hex()}"
-    if isinstance(value, str) and not value.isascii():
-        with contextlib.suppress(UnicodeEncodeError):
-            value.encode()
-            return value
-        return f"bytes {os.fsencode(value).hex()}"
-    return value
+def _code_part(reference: str, items: Mapping[str, Sequence[str]]) -> dict[str, Any]:
+    return {"reference": reference, "code": {name: list(item) for name, item in items.items()}}
 
 
-def _digest(entries: Sequence[Entry]) -> dict[str, Any]:
-    hashed = hashlib.sha256()
-    for path, size, mtime in entries:
-        hashed.update(os.fsencode(path) + f"\0{size}\0{mtime}\0".encode())
-    return {
-        "count": len(entries),
-        "digest": hashed.hexdigest(),
-        "look": "stat",
-        "size_bytes": sum(entry.size_bytes for entry in entries),
+def _known_code(known: Record) -> Code:
+    """The code as the record has it."""
+    items = {
+        role: part["code"]
+        for role, part in (("transform", known.parts.get("transform")), ("factory", known.parts.get("source")))
+        if isinstance(part, Mapping) and "code" in part
     }
+    not_seen = tuple(text for text in known.parts.get("not_seen", ()) if text not in known.identity.not_seen)
+    return Code(items, known.code_files, known.libraries, not_seen)
 
 
-def _transform_part(reference: str | None) -> dict[str, Any] | None:
-    """The transform by its name and the bytes of the module that it names. What that module imports is not seen."""
-    if reference is None:
-        return None
-    origin = _module_file(reference.partition(":")[0])
-    code = None
-    if origin is not None:
-        with contextlib.suppress(OSError):
-            code = hashlib.sha256(Path(origin).read_bytes()).hexdigest()
-    return {"reference": reference, "code": code, "not_seen": "modules that it imports"}
+def _code_file_changes(files: Mapping[str, str]) -> list[str]:
+    """Which of these module files have other bytes now."""
+    found = []
+    for path, digest in files.items():
+        try:
+            same = hashlib.sha256(Path(path).read_bytes()).hexdigest() == digest
+        except OSError as error:
+            found.append(f"code: {sources.shown(path)} cannot be read any more: {error.strerror}")
+            continue
+        if not same:
+            found.append(f"code: {sources.shown(path)} has changed")
+    return found
+
+
+def _moved(spec: DatasetSpec, known: Record) -> list[str]:
+    """References that an import would now find elsewhere: another module of that name comes first."""
+    from . import codeprint
+
+    found = []
+    for reference in (spec.transform, spec.source if spec.is_factory else None):
+        if reference is not None:
+            name = reference.partition(":")[0]
+            origin = _module_file(name)
+            if origin is None or not (os.path.abspath(origin) in known.code_files or codeprint.in_library(origin)):
+                found.append(f"code: the module {name} is now {origin or 'nowhere to be found'}")
+    return found
 
 
 def _module_file(name: str) -> str | None:
@@ -317,7 +343,9 @@ def _module_file(name: str) -> str | None:
 
 
 def installed(name: str) -> str | None:
-    """The version of an installed distribution."""
+    """The version of an installed distribution, or of Python."""
+    if name == "python":
+        return platform.python_version()
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
@@ -329,42 +357,19 @@ def _major_minor(name: str) -> str | None:
     return None if full is None else ".".join(full.split(".")[:2])
 
 
+def _distributions(modules: set[str]) -> set[str]:
+    """The distributions that hold these top-level modules; the standard library's have none."""
+    wanted = {name for name in modules if name not in sys.stdlib_module_names}
+    return {found[0].lower() for name in wanted if (found := _packages().get(name))}
+
+
+@functools.cache
+def _packages() -> Mapping[str, list[str]]:
+    return importlib.metadata.packages_distributions()
+
+
 def _stored(root: Path, target: str) -> store.Sealed:
     """The store of `store:PATH|NAME`: a path has a separator in it, or is a folder that exists here."""
     if os.sep in target or not limits.NAME.fullmatch(target.partition("@")[0]):
         return store.open_sealed(os.path.expanduser(target))
     return store.find(root, target)
-
-
-class _Record(NamedTuple):
-    folder: str
-    fingerprint: str
-    parts: Mapping[str, Any]
-    identity: Identity
-    files: Mapping[str, Sequence[Entry] | None]
-
-
-def _record_path(root: Path, spec: DatasetSpec) -> Path:
-    fields = spec.to_map()
-    fields["args"] = {key: _plain(value) for key, value in spec.args.items()}
-    text = json.dumps(fields, sort_keys=True)  # ASCII, so that any path has a form
-    return root / store.INDEX / f"{hashlib.sha256(text.encode()).hexdigest()}.json"
-
-
-def _read_record(root: Path, spec: DatasetSpec) -> _Record | None:
-    """The record of that spec; None where there is none that this version can read."""
-    try:
-        raw = json.loads(_record_path(root, spec).read_bytes())
-        if raw["format"] != RECORD_FORMAT:
-            return None
-        files = {
-            name: None if entries is None else [Entry(*entry) for entry in entries]
-            for name, entries in raw["files"].items()
-        }
-        identity = Identity(tuple(raw["roots"]), tuple(raw["libraries"]))
-        folder = raw["folder"]
-        if not isinstance(folder, str) or os.sep in folder or folder.startswith("."):
-            return None
-        return _Record(folder, raw["fingerprint"], raw["parts"], identity, files)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return None

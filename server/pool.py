@@ -1,7 +1,8 @@
 """The workers of a preparation: a forkserver pool in which each one opens the source and writes its chunks itself.
 
-Only chunk numbers and checksums cross the pipes. A worker that dies or hangs is named with the sample that it was at,
-and ends the preparation; workers end with their parent.
+Only chunk numbers and what became of them cross the pipes. A worker that dies, or is at one sample for longer than
+`Patience.sample_s`, is named with that sample. It ends the preparation; or, where bad samples are left out, a new one
+takes its place, and a sample that has cost two workers is left out too. Workers end with their parent.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Mapping
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -23,15 +25,20 @@ from typing import Any, NamedTuple
 from dataserve.protocol.errors import DataserveError, MachineError, ServerError, from_code
 
 from . import sources
-from .filling import IDLE, Filler, Page, from_map
+from .filling import IDLE, Filler, Page, Patience, from_map
+from .journal import Chunk
+from .layout import Layout
 from .locks import Lock
+from .look import pack_look, unpack_look
+from .reading import Reader
+from .schema import Schema
 from .spec import DatasetSpec
 
-HUNG_S = 300.0  #: one sample may take this long
 START_S = 120.0  #: a worker may take this long to open its source
+DEATHS = 2  #: a sample that costs so many workers is bad
+IDLE_DEATHS = 3  #: so many workers may die where no sample is to blame
 _TICK_S = 0.1
 _END_S = 5.0
-_STOP = -1
 
 #: Set before numpy, torch or OpenCV are imported: one native thread a worker, or N workers make N x cores of them.
 ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS"), "1")
@@ -44,120 +51,164 @@ class _Worker(NamedTuple):
 
 
 class Pool:
-    """`count` workers on the job that `job` describes: `{"spec", "folder", "writers_lock", ...}` and `filling.to_map`."""
+    """Workers on the job that `job` describes: `{"spec", "folder", "writers_lock", "row_key"}`. None is started before
+    there is something to do; at most as many as the page has slots."""
 
-    def __init__(self, job: dict[str, Any], page: Page, preload: list[str]) -> None:
+    def __init__(self, job: dict[str, Any], page: Page, preload: list[str], patience: Patience) -> None:
         self._page = page
+        self._patience = patience
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload([*preload, __name__])
-        self._workers: list[_Worker] = []
-        self._chunk: dict[int, int] = {}  # by slot: what it works on
+        self._job = json.dumps({**job, "slots": page.slots, "page": page.handle, "parent": os.getpid()})
+        self._workers: dict[int, _Worker] = {}  # by slot
+        self._ready: set[int] = set()
+        self._waiting: deque[dict[str, Any]] = deque()  # orders
+        self._order: dict[int, dict[str, Any]] = {}  # by slot: what it works on
         self._moved: dict[int, tuple[int, float]] = {}  # by slot: the sample it was last seen at, since when
-        text = json.dumps({**job, "slots": page.slots, "page": page.handle, "parent": os.getpid()})
+        self._finished: Counter[int] = Counter()  # by slot: rows of whole chunks
+        self._deaths: Counter[int] = Counter()  # by sample
+        self._condemned: dict[int, str] = {}
+
+    def _start(self, slot: int) -> None:
         try:
-            for slot in range(page.slots):
-                self._workers.append(self._start(slot, text))
+            ours, theirs = self._context.Pipe()
+            process = self._context.Process(
+                target=_work, args=(slot, self._job, theirs), name=f"dataserve-worker-{slot}"
+            )
+            process.start()
+            theirs.close()
         except (OSError, EOFError) as error:
-            self.kill()
-            text = f"{page.slots} workers cannot be started: {error}."
+            text = f"Worker {slot} of {self._page.slots} cannot be started: {error}."
             raise MachineError("worker_died", text, "Take fewer with --workers, or raise the limits.") from None
+        self._workers[slot] = _Worker(slot, process, ours)
+        self._moved[slot] = (IDLE, time.monotonic())
 
-    def _start(self, slot: int, job: str) -> _Worker:
-        ours, theirs = self._context.Pipe()
-        process = self._context.Process(target=_work, args=(slot, job, theirs), name=f"dataserve-worker-{slot}")
-        process.start()
-        theirs.close()
-        return _Worker(slot, process, ours)
+    def look(self) -> tuple[Schema, Layout]:
+        """Has a worker take the first look. Raises as `look.look`, `randomness.check`, and as `run`."""
+        found: list[Any] = []
+        self._drive([{}], 1, found.append)
+        return unpack_look(found[0])
 
-    def run(self, chunks: list[int], done: Callable[[int, tuple[int, ...]], None]) -> None:
-        """Has all these chunks prepared; `done` hears of each with its checksums, in any order.
+    def run(self, chunks: Iterable[int], build: Mapping[str, Any], workers: int, done: Callable[[Chunk], None]) -> None:
+        """Has all these chunks of the build (`filling.to_map`) prepared; `done` hears of each, in any order.
 
-        Raises what a worker raised, `worker_died` or `stuck`. The pool is of no use afterwards.
+        Raises what a worker raised, `worker_died` or `stuck`; the pool is of no use then. May be called again.
         """
-        waiting = list(reversed(chunks))
-        missing = len(chunks)
-        now = time.monotonic()
-        self._moved = {worker.slot: (IDLE, now) for worker in self._workers}
-        by_pipe = {worker.pipe: worker for worker in self._workers}
-        ready: set[int] = set()
+        orders = [{"chunk": chunk, "build": build} for chunk in chunks]
+        self._drive(orders, workers, lambda found: done(Chunk.from_list(found)))
+
+    def _drive(self, orders: list[dict[str, Any]], workers: int, done: Callable[[Any], None]) -> None:
+        self._waiting.extend(orders)
+        missing = len(self._waiting)
+        for slot in range(min(workers, missing)):
+            if slot not in self._workers:
+                self._start(slot)
+        for worker in list(self._workers.values()):
+            self._feed(worker)
         while missing:
+            by_pipe = {worker.pipe: worker for worker in self._workers.values()}
             # A dead worker's pipe reads as its end, but only behind what it still had to say.
             for pipe in wait(list(by_pipe), timeout=_TICK_S):
                 assert isinstance(pipe, Connection)
-                worker = by_pipe[pipe]
-                words = self._hear(worker)
-                if "failed" in words:
-                    raise from_code(*words["failed"])
-                ready.add(worker.slot)
-                if "chunk" in words:
-                    done(words["chunk"], tuple(words["crcs"]))
-                    missing -= 1
-                self._chunk.pop(worker.slot, None)
-                if waiting:
-                    self._give(worker, waiting.pop())
-            self._look(ready)
+                missing -= self._attend(by_pipe[pipe], done)
+            for worker in list(self._workers.values()):
+                self._look(worker)
 
-    def _hear(self, worker: _Worker) -> dict[str, Any]:
+    def _attend(self, worker: _Worker, done: Callable[[Any], None]) -> int:
+        """Hears a worker and gives it more to do; how many orders it has finished."""
         try:
             words: dict[str, Any] = json.loads(worker.pipe.recv_bytes())
         except (EOFError, ConnectionResetError):
-            raise self._death(worker) from None
-        return words
+            self._lost(worker, *self._death(worker))
+            return 0
+        if "failed" in words:
+            raise from_code(*words["failed"])
+        self._ready.add(worker.slot)
+        finished = 0
+        if "done" in words:
+            self._order.pop(worker.slot, None)
+            self._finished[worker.slot] = self._page.finished(worker.slot)
+            done(words["done"])
+            finished = 1
+        self._feed(worker)
+        return finished
 
-    def _give(self, worker: _Worker, chunk: int) -> None:
-        self._chunk[worker.slot] = chunk
+    def _feed(self, worker: _Worker) -> None:
+        if not self._waiting or worker.slot not in self._ready or worker.slot in self._order:
+            return
+        order = self._order[worker.slot] = self._waiting.popleft()
         self._moved[worker.slot] = (IDLE, time.monotonic())
         try:
-            worker.pipe.send_bytes(chunk.to_bytes(8, "little", signed=True))
-        except (BrokenPipeError, ConnectionResetError):
-            raise self._death(worker) from None
+            _say(worker.pipe, {**order, "condemned": list(self._condemned.items())})
+        except OSError:
+            self._lost(worker, *self._death(worker))
 
-    def _look(self, ready: set[int]) -> None:
-        """Whether every worker that has something to do still moves."""
-        now = time.monotonic()
-        for worker in self._workers:
-            if worker.slot in ready and worker.slot not in self._chunk:
-                continue
-            at, since = self._moved[worker.slot]
-            current = self._page.at(worker.slot)
-            if current != at:
-                self._moved[worker.slot] = (current, now)
-            elif now - since > (HUNG_S if worker.slot in ready else START_S):
-                where = f"at sample {current}" if current != IDLE else "opening its source"
-                text = f"Worker {worker.slot} (pid {worker.process.pid}) has been {where} for {now - since:.0f} s."
-                raise MachineError("stuck", text, "See what that sample is; a source or transform may wait for ever.")
+    def _look(self, worker: _Worker) -> None:
+        """Whether a worker that has something to do still moves."""
+        slot, now = worker.slot, time.monotonic()
+        if slot in self._ready and slot not in self._order:
+            return
+        at, since = self._moved[slot]
+        current = self._page.at(slot)
+        if current != at:
+            self._moved[slot] = (current, now)
+        elif now - since > (self._patience.sample_s if slot in self._ready else START_S):
+            where = f"at sample {current}" if current != IDLE else "opening its source"
+            text = f"Worker {slot} (pid {worker.process.pid}) has been {where} for {now - since:.0f} s."
+            remedy = "See what that sample is; a source or transform may wait for ever."
+            worker.process.kill()
+            self._lost(worker, MachineError("stuck", text, remedy), f"It took more than {now - since:.0f} s.")
 
-    def _death(self, worker: _Worker) -> MachineError:
+    def _death(self, worker: _Worker) -> tuple[MachineError, str]:
+        """What there is to say of a worker that ended: as an error, and as a sample's cause."""
         worker.process.join(_END_S)
         code = worker.process.exitcode
         how = "ended without a word"
         if code is not None:
-            how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
+            how = f"was killed by {_signal(-code)}" if code < 0 else f"ended with status {code}"
         at = self._page.at(worker.slot)
         where = f"at sample {at}" if at != IDLE else "between samples"
         text = f"Worker {worker.slot} (pid {worker.process.pid}) {how} {where}."
-        remedy = "Prepare again: if it recurs, look at that sample" + (
+        remedy = "Prepare again, it goes on where it was: if it recurs, look at that sample" + (
             "; the machine may have run out of memory: take fewer --workers." if code == -signal.SIGKILL else "."
         )
-        return MachineError("worker_died", text, remedy)
+        return MachineError("worker_died", text, remedy), f"The worker {how}."
+
+    def _lost(self, worker: _Worker, error: MachineError, cause: str) -> None:
+        """A worker is gone: raises the error, or has another one take its place and its chunk."""
+        slot, at = worker.slot, self._page.at(worker.slot)
+        if not self._patience.forgiving:
+            raise error
+        self._deaths[at] += 1
+        if at == IDLE and self._deaths[at] >= IDLE_DEATHS:
+            raise error
+        if at != IDLE and self._deaths[at] >= DEATHS:
+            self._condemned[at] = cause
+        worker.process.join(_END_S)
+        worker.pipe.close()
+        self._ready.discard(slot)
+        if (order := self._order.pop(slot, None)) is not None:
+            self._waiting.appendleft(order)
+        self._page.reset(slot, self._finished[slot])
+        self._start(slot)
 
     def close(self) -> None:
         """Ends the workers that have nothing to do any more."""
-        for worker in self._workers:
+        for worker in self._workers.values():
             with contextlib.suppress(OSError):
-                worker.pipe.send_bytes(_STOP.to_bytes(8, "little", signed=True))
-        for worker in self._workers:
+                _say(worker.pipe, {"stop": True})
+        for worker in self._workers.values():
             worker.process.join(_END_S)
         self.kill()
 
     def kill(self) -> None:
         """Ends them whatever they do, and waits until they are gone."""
-        for worker in self._workers:
+        for worker in self._workers.values():
             worker.process.kill()
-        for worker in self._workers:
+        for worker in self._workers.values():
             worker.process.join(_END_S)
             worker.pipe.close()
-        self._workers = []
+        self._workers = {}
 
 
 def _work(slot: int, text: str, pipe: Connection) -> None:
@@ -166,30 +217,50 @@ def _work(slot: int, text: str, pipe: Connection) -> None:
     assert parent is not None
     threading.Thread(target=_end_with, args=(parent.sentinel,), daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what Ctrl-C means
-    try:
-        job = json.loads(text)
-        lock = Lock(Path(job["writers_lock"]))
-        if not lock.try_take(shared=True):
-            raise ServerError("internal", "A worker's lock is held by another build.")
-        spec = DatasetSpec.from_map(job["spec"])
-        schema, layout = from_map(job)
-        page = Page.of_parent(job["parent"], job["page"], job["slots"])
-        filler = Filler(spec, sources.open_source(spec), schema, layout, job["folder"], page.words(slot))
-        one_native_thread()
-        _say(pipe, {"ready": slot})
-        while (chunk := int.from_bytes(pipe.recv_bytes(), "little", signed=True)) != _STOP:
-            _say(pipe, {"chunk": chunk, "crcs": filler.fill(chunk)})
-    except DataserveError as error:
-        _say(pipe, {"failed": [error.code, error.text, error.remedy, error.retryable]})
-    except (EOFError, ConnectionError):
-        pass  # the parent is gone
-    except MemoryError:
-        _say(pipe, {"failed": ["worker_died", "A worker has no memory left.", "Take fewer with --workers.", False]})
+    with contextlib.suppress(OSError):  # the parent may be gone
+        try:
+            _fill(slot, json.loads(text), pipe)
+        except DataserveError as error:
+            _say(pipe, {"failed": [error.code, error.text, error.remedy, error.retryable]})
+        except MemoryError:
+            _say(pipe, {"failed": ["worker_died", "A worker has no memory left.", "Take fewer with --workers.", False]})
+        except EOFError:
+            pass
+
+
+def _fill(slot: int, job: dict[str, Any], pipe: Connection) -> None:
+    lock = Lock(Path(job["writers_lock"]))
+    if not lock.try_take(shared=True):
+        raise ServerError("internal", "A worker's lock is held by another build.")
+    spec = DatasetSpec.from_map(job["spec"])
+    page = Page.of_parent(job["parent"], job["page"], job["slots"])
+    source = sources.open_source(spec)
+    source.row_key = job["row_key"]
+    reader = Reader(source, spec, page.words(slot))
+    filler = None
+    one_native_thread()
+    _say(pipe, {"ready": slot})
+    while "stop" not in (order := json.loads(pipe.recv_bytes())):
+        reader.condemned = dict(order["condemned"])
+        if "chunk" not in order:
+            found = pack_look(source, reader)
+            page.reset(slot, 0)
+            _say(pipe, {"done": found})
+            continue
+        if filler is None:
+            filler = Filler(reader, source, *from_map(order["build"]), job["folder"], page.words(slot))
+        _say(pipe, {"done": filler.fill(order["chunk"])})
 
 
 def _say(pipe: Connection, words: dict[str, Any]) -> None:
-    with contextlib.suppress(BrokenPipeError):
-        pipe.send_bytes(json.dumps(words).encode())
+    pipe.send_bytes(json.dumps(words).encode())
+
+
+def _signal(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # a real-time one
+        return f"signal {number}"
 
 
 def _end_with(sentinel: int) -> None:

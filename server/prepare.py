@@ -3,12 +3,20 @@
 One JSON line comes in on stdin, JSON lines go out on stdout (`Reporter`); the end of stdin means that the parent is
 gone, and this process ends with its workers. What is half made stays below `.building`, where no client looks.
 
-    request   {"spec": {...}, "store": ROOT, "workers": N | null, "build": bool}
+    request   {"spec": {...}, "store": ROOT, "workers": N | null, "build": bool, "sample_timeout_s": s | null}
+              and maybe "confirm": true, or "rows": [n, ...] and "row_key": text | null
     verdict   {"hit": bool, "fingerprint": hex | null, "reasons": [...]}
     waiting   {"pid": n}                                       another process builds the same; its progress follows
-    space     {"need_bytes": n, "free_bytes": n}
+    scanned   {"pictures": n, "classes": n, "extensions": {".jpg": n}, "left_out": {why: n}, "listed": [[path, why]]}
+    space     {"need_bytes": n | null, "free_bytes": n}        null: the source does not say how many samples it has
+    resuming  {"done": n, "total": n | null}                   an interrupted build goes on
     progress  {"stage": "open" | "prepare" | "seal", "done": n, "total": n | null, "rate": rows/s | null, "eta_s": s | null}
+    bad       {"index": n, "path": text | null, "stage", "cause"}      a sample that cannot be stored: the first 100
+    bad_samples  {"count": n, "table": path | null}            all of them, and the file that lists them
     sealed    {"path", "id", "fingerprint", "rows", "size_bytes", "hit"}
+    confirming {}                                              some rows of what is there are prepared again
+    confirmed {"rows": n}                                      and are as they are stored; a row that is not fails
+    rows      {"digests": {index: hex}}                        what was asked for by "rows" (randomness.py), and nothing else
     failed    {"code", "text", "remedy"}
 
 Exit status: 0 done, 1 failed, 4 bad samples. With `build` false the answer comes from the record of the last
@@ -27,7 +35,7 @@ from typing import Any
 
 from dataserve.protocol.errors import DataserveError, ServerError, UserError
 
-from . import build, fingerprint, store
+from . import build, confirm, fingerprint, leftovers, randomness, store
 from .report import Reporter
 from .spec import DatasetSpec
 
@@ -60,16 +68,26 @@ def main() -> int:
 
 def _answer(request: dict[str, Any], reporter: Reporter) -> None:
     spec = DatasetSpec.from_map(request["spec"])
+    if "rows" in request:
+        reporter.rows(randomness.second_look(spec, request["rows"], request["row_key"]))
+        return
     root = store.make_root(request["store"])
     verdict = fingerprint.recall(root, spec)
     if verdict.hit:
         assert verdict.path is not None
         reporter.verdict(verdict)
-        reporter.sealed(store.open_sealed(verdict.path), hit=True)
+        if request["build"]:
+            leftovers.clean(root, spec.name)
+        sealed = store.open_sealed(verdict.path)
+        reporter.sealed(sealed, hit=True)
+        if request.get("confirm"):
+            reporter.confirming()
+            reporter.confirmed(confirm.confirm(spec, sealed))
     elif not request["build"]:
         reporter.verdict(verdict)
     else:
-        build.Build(spec, root, request["workers"], reporter).run(verdict)
+        timeout_s = request.get("sample_timeout_s")
+        build.Build(spec, root, request["workers"], reporter, timeout_s).run(verdict)
 
 
 def _failed(reporter: Reporter, error: DataserveError) -> int:
@@ -99,7 +117,9 @@ def _read_request(handle: int) -> dict[str, Any]:
         raw = json.loads(data)
         workers = raw["workers"]
         fine = isinstance(raw["build"], bool) and isinstance(raw["store"], str)
-        if not fine or not (workers is None or type(workers) is int and workers >= 1):
+        fine = fine and (workers is None or type(workers) is int and workers >= 1)
+        timeout_s = raw.get("sample_timeout_s")
+        if not fine or not (timeout_s is None or type(timeout_s) in (int, float) and timeout_s > 0):
             raise ValueError("a field has the wrong type")
     except (ValueError, KeyError, TypeError) as error:
         text = f"The request of {len(data)} bytes is none: {error}."

@@ -6,6 +6,7 @@ import json
 import os
 import threading
 import time
+from collections.abc import Mapping
 from typing import Any
 
 from dataserve.protocol.errors import DataserveError
@@ -40,8 +41,8 @@ class Reporter:
         if {"stage", "done", "total"} <= words.keys():
             self.progress(words["stage"], words["done"], words["total"])
 
-    def space(self, need_bytes: int, free_bytes: int) -> None:
-        """The room that the store needs and the room that there is."""
+    def space(self, need_bytes: int | None, free_bytes: int) -> None:
+        """The room that the build needs, None where only its end will tell, and the room that there is."""
         self._say("space", need_bytes=need_bytes, free_bytes=free_bytes)
 
     def progress(self, stage: str, done: int, total: int | None) -> None:
@@ -61,6 +62,34 @@ class Reporter:
             eta = (total - done) / rate if rate and total is not None else None
         rounded = None if rate is None else round(rate, 1), None if eta is None else round(eta, 1)
         self._say("progress", stage=stage, done=done, total=total, rate=rounded[0], eta_s=rounded[1])
+
+    def scanned(self, found: Mapping[str, Any]) -> None:
+        """What a scan for samples found and what it left out."""
+        self._say("scanned", **found)
+
+    def rows(self, digests: Mapping[int, str]) -> None:
+        """Hashes of the samples that were asked for."""
+        self._say("rows", digests=digests)
+
+    def confirming(self) -> None:
+        """Some rows of a store that is there are prepared again."""
+        self._say("confirming")
+
+    def confirmed(self, rows: int) -> None:
+        """So many rows came out as they are stored."""
+        self._say("confirmed", rows=rows)
+
+    def resuming(self, done: int, total: int | None) -> None:
+        """So many samples of an interrupted build need not be done again."""
+        self._say("resuming", done=done, total=total)
+
+    def bad(self, index: int, path: str | None, stage: str, cause: str) -> None:
+        """A bad sample: one of the first."""
+        self._say("bad", index=index, path=path, stage=stage, cause=cause)
+
+    def bad_samples(self, count: int, table: str | None) -> None:
+        """How many are bad in all, and the file that lists them, None where it could not be written."""
+        self._say("bad_samples", count=count, table=table)
 
     def sealed(self, found: store.Sealed, *, hit: bool) -> None:
         """The store is there."""

@@ -1,7 +1,11 @@
 """Samples to columns: what the first sample looks like, and putting each further one beside it.
 
-A sample is a tensor, array, picture, number or bool, or a tuple, list, dict or named tuple of these, nested. The first
-one fixes structure, types and shapes; one that differs is an error with both, never a cast.
+A sample is a tensor, array, picture, number, bool, text or bytes, or a tuple, list, dict or named tuple of these, nested.
+The first good one fixes structure, types and shapes; one that differs is bad, with both told, never a cast.
+
+Which columns are ragged: text and bytes always; arrays and tensors of one or two dimensions (tokens, waveforms, boxes
+`n x 4`) where the first look (look.py) at samples spread over the source saw first dimensions that differ, or none at
+all (0). Pictures and anything of three dimensions or more never: their sizes are to be made equal by resizing.
 """
 
 from __future__ import annotations
@@ -16,10 +20,12 @@ import numpy as np
 import numpy.typing as npt
 
 from dataserve.protocol import limits, manifest
-from dataserve.protocol.errors import DataError, DataserveError, UserError
+from dataserve.protocol.errors import DataError, DataserveError
 
 from . import images
-from .writer import Field
+from .layout import Field
+from .sources import named
+from .writer import Rows
 
 
 class Leaf(NamedTuple):
@@ -31,6 +37,10 @@ class Leaf(NamedTuple):
     logical: str | None = None
 
 
+#: A value's type by name, its shape, its meaning: a `Leaf` without the value.
+Measure = tuple[str, tuple[int, ...], str | None]
+
+
 @dataclass(frozen=True, slots=True)
 class Schema:
     """The structure of a sample (protocol/manifest.py) and its columns, in the structure's order."""
@@ -40,7 +50,7 @@ class Schema:
 
     @classmethod
     def of(cls, sample: Any, index: int = 0) -> Schema:
-        """The schema of that sample. Raises `bad_sample`, `bad_schema`, `not_built`."""
+        """The schema of that sample, text and bytes alone ragged. Raises `bad_sample`, `bad_schema`."""
         fields: list[Field] = []
         structure = _grow(sample, "", _Names(sample), fields, index, 0)
         if len(fields) > limits.COLUMNS:
@@ -48,27 +58,68 @@ class Schema:
             raise DataError("bad_schema", text, "Stack fields of one type and shape into one array.")
         return cls(structure, tuple(fields))
 
-    def put(self, sample: Any, index: int, row: int, columns: Sequence[npt.NDArray[Any]]) -> None:
+    @property
+    def may_widen(self) -> bool:
+        """Whether further samples could make a column ragged that is fixed by now."""
+        return any(_may_be_ragged(field) for field in self.fields)
+
+    def measure(self, sample: Any, index: int) -> list[Measure]:
+        """Type, shape and meaning of each value of that sample, by column. Raises `bad_sample`, `bad_schema`."""
+        found = flatten(sample, self.structure, index)
+        return [_leaf(value, field.name, index)[1:] for field, value in zip(self.fields, found, strict=True)]
+
+    def values(self, sample: Any, index: int) -> list[npt.NDArray[Any]]:
+        """Each value of that sample as it would be stored, by column. Raises as `measure`."""
+        found = flatten(sample, self.structure, index)
+        leaves = (_leaf(value, field.name, index) for field, value in zip(self.fields, found, strict=True))
+        return [np.asarray(leaf.value).astype(manifest.DTYPES[leaf.dtype], copy=False) for leaf in leaves]
+
+    def widened(self, measures: Sequence[Sequence[Measure]]) -> Schema:
+        """The schema with those columns ragged whose first dimension is another in one of these samples. A sample that
+        differs in another way is not looked at: `put` will refuse it."""
+        fields = list(self.fields)
+        for index, field in enumerate(self.fields):
+            found = [measure[index] for measure in measures]
+            alike = {
+                shape[0]
+                for dtype, shape, logical in found
+                if shape and (dtype, shape[1:], logical) == (field.dtype, field.shape[1:], field.logical)
+            }
+            if _may_be_ragged(field) and alike - {field.shape[0]}:
+                fields[index] = field._replace(shape=field.shape[1:], kind="ragged")
+        return Schema(self.structure, tuple(fields))
+
+    def ragged_bytes(self, measure: Sequence[Measure]) -> int:
+        """What the ragged columns of such a sample take."""
+        pairs = zip(self.fields, measure, strict=True)
+        return sum(field.item_bytes * shape[0] for field, (_, shape, _) in pairs if field.ragged and shape)
+
+    def put(self, sample: Any, index: int, row: int, columns: Sequence[Rows]) -> None:
         """Writes the sample at that index of the source into that row of each column.
 
-        Raises `bad_schema` where it does not fit, with both shapes, and `bad_sample`.
+        Raises `bad_schema` where it does not fit, with both shapes, and `bad_sample`; the row may be put again then.
         """
         found = flatten(sample, self.structure, index)
         for field, column, value in zip(self.fields, columns, found, strict=True):
             leaf = _leaf(value, field.name, index)
-            if (leaf.dtype, leaf.shape, leaf.logical) != field[1:]:
+            shape = leaf.shape[1:] if field.ragged and leaf.shape else leaf.shape
+            if (leaf.dtype, shape, leaf.logical) != field[1:4] or len(leaf.shape) != len(shape) + field.ragged:
                 raise DataError(
                     "bad_schema",
                     f"Sample {index} does not fit the first one: {field.name} is {_show(leaf)}, not {_show(field)}.",
-                    "Bring all samples to one shape and type, with a --transform that resizes, crops or pads.",
+                    _remedy(field, leaf),
                 )
             column[row] = leaf.value
 
-    def put_block(self, block: Mapping[str, npt.NDArray[Any]], columns: Sequence[npt.NDArray[Any]]) -> None:
+    def put_block(self, block: Mapping[str, npt.NDArray[Any]], columns: Sequence[Rows]) -> None:
         """Writes whole arrays into whole columns: the samples of a source that has them so. They fit, as all rows of
-        an array have one shape and type."""
+        an array have one shape and type. Rows without elements are ragged ones."""
         for column, array in zip(columns, block.values(), strict=True):
-            column[: len(array)] = array
+            if isinstance(column, np.ndarray):
+                column[: len(array)] = array
+            else:
+                for row, values in enumerate(array):
+                    column[row] = values
 
 
 def flatten(sample: Any, structure: manifest.Structure, index: int) -> Iterator[Any]:
@@ -94,7 +145,10 @@ def flatten(sample: Any, structure: manifest.Structure, index: int) -> Iterator[
     expected = f"a {kind} of {len(inner['fields'] if kind == 'namedtuple' else inner)}"
     size = f" of {len(sample)}" if isinstance(sample, tuple | list | Mapping) else ""
     text = f"Sample {index} has another structure than the first: a {type(sample).__name__}{size}, not {expected}."
-    raise DataError("bad_schema", text, "Give all samples the same fields, with a --transform for instance.")
+    remedy = "Give all samples the same fields, with a --transform for instance."
+    if kind == "list":
+        remedy = "A list has one column an item: make one array of it in a --transform, whose length may then differ."
+    raise DataError("bad_schema", text, remedy)
 
 
 class _Names:
@@ -148,7 +202,9 @@ def _grow(sample: Any, path: str, names: _Names, fields: list[Field], index: int
     name = names.name(path)
     leaf = _leaf(sample, name, index)
     field = Field(name, leaf.dtype, leaf.shape, leaf.logical)
-    if 0 in leaf.shape or len(leaf.shape) > limits.RANK or field.item_bytes > limits.ROW_BYTES:
+    if leaf.logical in ("utf8", "bytes") or _may_be_ragged(field) and leaf.shape[0] == 0:
+        field = Field(name, leaf.dtype, leaf.shape[1:], leaf.logical, "ragged")
+    if 0 in field.shape or len(leaf.shape) > limits.RANK or field.item_bytes > limits.ROW_BYTES:
         text = f"Sample {index}: {name} has the shape {leaf.shape} of {leaf.dtype}, which a store cannot hold."
         raise DataError("bad_schema", text, f"At least 1 element, {limits.RANK} dimensions, {limits.ROW_BYTES} bytes.")
     fields.append(field)
@@ -156,7 +212,11 @@ def _grow(sample: Any, path: str, names: _Names, fields: list[Field], index: int
 
 
 def _leaf(value: Any, name: str, index: int) -> Leaf:
-    """One value as it is stored. Raises `bad_sample` for what cannot be stored, `not_built` for text and bytes."""
+    """One value as it is stored. Raises `bad_sample` for what cannot be stored."""
+    if isinstance(value, images.Pixels):
+        return Leaf(value, "uint8", value.shape, "image")
+    if isinstance(value, str | bytes | bytearray):  # numpy's among them
+        return _text(value, name, index)
     if isinstance(value, np.ndarray | np.generic):  # before the numbers: np.float64 is a float too
         return _array(value, name, index)
     if isinstance(value, bool | int | float | complex):
@@ -166,11 +226,21 @@ def _leaf(value: Any, name: str, index: int) -> Leaf:
     if (torch := sys.modules.get("torch")) is not None and isinstance(value, torch.Tensor):
         return _tensor(torch, value, name, index)
     kind = type(value).__name__
-    if isinstance(value, str | bytes):
-        text = f"Sample {index}: {name} is {kind}; columns of text and bytes are not built yet."
-        raise UserError("not_built", text, "Encode it as an array of one shape in a --transform, or leave it out.")
     text = f"Sample {index}: {name} is a {kind}, which a store cannot hold."
-    raise DataError("bad_sample", text, "Return tensors, arrays, pictures, numbers or bools: use a --transform.")
+    remedy = "Return tensors, arrays, pictures, numbers, bools, text or bytes: use a --transform."
+    raise DataError("bad_sample", text, remedy)
+
+
+def _text(value: str | bytes | bytearray, name: str, index: int) -> Leaf:
+    """Text as its UTF-8, bytes as they are."""
+    logical = "utf8" if isinstance(value, str) else "bytes"
+    try:
+        data = value.encode() if isinstance(value, str) else value
+    except UnicodeEncodeError:
+        text = f"Sample {index}: {name} is text that is no UTF-8: {value[:40]!r}."
+        raise DataError("bad_sample", text, "Return it as bytes, or decode it rightly.") from None
+    array = np.frombuffer(data, np.uint8)
+    return Leaf(array, "uint8", array.shape, logical)
 
 
 def _number(value: complex, name: str, index: int) -> Leaf:
@@ -211,7 +281,7 @@ def _picture(value: Any, name: str, index: int) -> Leaf:
     except DataserveError as error:
         raise DataError("bad_sample", f"Sample {index}: {name}: {error.text}", error.remedy) from None
     except Exception as error:  # noqa: BLE001 - Pillow raises OSError, SyntaxError, ValueError and more while it decodes
-        text = f"Sample {index}: {name} failed at the stage decode: {type(error).__name__}: {error}."
+        text = f"Sample {index}: {name} failed at the stage decode: {named(error)}"
         raise DataError("bad_sample", text, "Mend or remove it, then prepare again.") from None
     return Leaf(pixels, "uint8", pixels.shape, "image")
 
@@ -233,6 +303,20 @@ def _is_label(value: Any) -> bool:
     return getattr(value, "shape", ()) == ()
 
 
+def _may_be_ragged(field: Field) -> bool:
+    return not field.ragged and field.logical is None and len(field.shape) in (1, 2)
+
+
+def _remedy(field: Field, leaf: Leaf) -> str:
+    """What to do about a sample that does not fit."""
+    if field.logical == "image" and leaf.logical == "image":
+        return "Bring all pictures to one size with --resize and --crop, or pad them in a --transform."
+    if _may_be_ragged(field) and leaf.dtype == field.dtype and leaf.shape[1:] == field.shape[1:]:
+        return "The first look at samples saw one length only. Pad this one in a --transform, or leave it out."
+    return "Bring all samples to one shape and type, with a --transform that resizes, crops or pads."
+
+
 def _show(item: Leaf | Field) -> str:
-    shape = " x ".join(map(str, item.shape)) if item.shape else "one"
+    dimensions = ["n", *item.shape] if isinstance(item, Field) and item.ragged else [*item.shape]
+    shape = " x ".join(map(str, dimensions)) if dimensions else "one"
     return f"{item.dtype} {shape}" + (f" ({item.logical})" if item.logical else "")

@@ -1,19 +1,17 @@
 """What the operator points at, opened: one small interface for all kinds, the same in the child and in each worker.
 
-Nothing heavy is imported here until a source is opened. Code of others runs in `open_source`, `sample` and the
-transform only; what it raises becomes a sentence.
+Nothing heavy is imported here until a source is opened. Code of others runs in `open_source`, `sample`, `samples` and
+the transform only; what it raises becomes a sentence.
 """
 
 from __future__ import annotations
 
-import difflib
 import importlib
-import inspect
 import os
 import re
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,36 +20,76 @@ import numpy.typing as npt
 from dataserve.protocol import limits
 from dataserve.protocol.errors import DataError, DataserveError, UserError
 
+from . import images
+from .images import Rules
 from .spec import SCHEMES, DatasetSpec, Scalar
 
 #: Libraries that may touch a row that goes through torchvision or a transform, by the names of their distributions.
 PICTURE_LIBRARIES = ("numpy", "pillow", "torch", "torchvision")
+_STAGES = ("open", "decode", "transform", "write")
 
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """What a source's rows come from: files and folders to look at (absolute), and the libraries that touch a row."""
+    """What a source's rows come from: files and folders to look at (absolute), and the libraries that touch a row.
+
+    `pictures`: only the pictures below the roots count, as `imagefolder` lists them, and not every file.
+    `not_seen`: what its rows come from beside these, in words; `--version` is what covers it.
+    """
 
     roots: tuple[str, ...]
     libraries: tuple[str, ...]
+    pictures: bool = False
+    not_seen: tuple[str, ...] = ()
+
+
+class BadSample(DataError):  # noqa: N818 - it is named for what it tells of
+    """A sample that cannot be read: `index` in the source, `path` below its root where it has one, `stage` (open,
+    decode, transform, write) and `cause`, the exception's type and sentence."""
+
+    def __init__(self, index: int, path: bytes | None, stage: str, cause: str, remedy: str = "") -> None:
+        assert stage in _STAGES
+        where = f"Sample {index}" if path is None else f"Sample {index} ({shown(path)})"
+        remedy = remedy or "Mend or remove it, then prepare again, or leave such samples out with --on-error skip."
+        super().__init__("bad_sample", f"{where} failed at the stage {stage}: {cause}", remedy)
+        self.index = index
+        self.path = path
+        self.stage = stage
+        self.cause = cause
 
 
 class Source(ABC):
-    """An open source. `length` is the number of its samples, at least 1."""
+    """An open source. `length` is the number of its samples, at least 1; None where only the end of `samples` tells."""
 
-    length: int
+    length: int | None
     classes: tuple[str, ...] | None = None
+    rules: Rules = Rules()  #: what becomes of the pictures in its samples
+    row_key: str | None = None  #: with `allow_random`: the generators start anew for each row, from this and its index
 
     @abstractmethod
     def sample(self, index: int) -> Any:
         """The sample at that index, as the source gives it. Raises whatever the source raises."""
 
+    def samples(self) -> Iterator[Any]:
+        """All samples from the first, each time anew: the only way into a source of unknown length."""
+        assert self.length is not None, "a source of unknown length overrides this"
+        return (self.sample(index) for index in range(self.length))
+
     @abstractmethod
     def identity(self) -> Identity:
         """What its rows come from."""
 
+    def path(self, index: int) -> bytes | None:  # noqa: ARG002 - the interface
+        """Where the sample at that index lies below the root, as the file system has it; None where it has no file of
+        its own."""
+        return None
+
     def block(self, start: int, stop: int) -> Mapping[str, npt.NDArray[Any]] | None:  # noqa: ARG002 - the interface
         """The samples `[start, stop)` as whole arrays by key, or None where it only has them one by one."""
+        return None
+
+    def scanned(self) -> Mapping[str, Any] | None:
+        """What was found and what was left out, for people and as JSON; None where there was nothing to look for."""
         return None
 
     def close(self) -> None:
@@ -60,34 +98,54 @@ class Source(ABC):
 
 
 def open_source(spec: DatasetSpec) -> Source:
-    """Opens what the spec names. Raises `bad_source`, `empty_source`, `not_built`."""
+    """Opens what the spec names. Raises `bad_source`, `empty_source`, `no_access`."""
+    source = _opened(spec)
+    source.rules = Rules.of(spec)
+    return source
+
+
+def _opened(spec: DatasetSpec) -> Source:
+    if not spec.target:
+        raise UserError("bad_source", f"The source {spec.source!r} has no kind, or names nothing of it.", _KINDS)
     if spec.scheme == "arrays":
         from .arrays import ArraysSource
 
         return ArraysSource(spec)
+    if spec.scheme == "imagefolder":
+        from .imagefolder import FolderSource
+
+        return FolderSource(spec)
     if spec.scheme == "torchvision":
+        from .datasets import TorchvisionSource
+
         return TorchvisionSource(spec)
     if spec.scheme == "store":
         raise UserError("bad_source", "A store: source is prepared already.", "Serve it, or name its own source.")
-    if re.fullmatch(r"imagefolder:.+|[\w.]+:[\w.]+", spec.source):
-        raise UserError("not_built", f"The source {spec.source!r} is of a kind that this dataserve lacks.", _KINDS)
+    if re.fullmatch(_REFERENCE, spec.source):
+        from .datasets import FactorySource
+
+        return FactorySource(spec)
     raise UserError("bad_source", f"The source {spec.source!r} has no kind.", _KINDS)
 
 
-_KINDS = "It knows torchvision:NAME, arrays:FILE.npz and store:PATH|NAME."
+_KINDS = "It knows torchvision:NAME, imagefolder:PATH, arrays:FILE.npz, store:PATH|NAME and package.module:factory."
 assert all(scheme in _KINDS for scheme in SCHEMES)
+_REFERENCE = re.compile(r"(\w+(?:\.\w+)*):(\w+(?:\.\w+)*)")
 
 
 def located(spec: DatasetSpec) -> DatasetSpec:
     """The spec with the places that it names made absolute, so that it means the same from any current directory."""
-    if spec.scheme == "arrays":
-        return replace(spec, source=f"arrays:{_absolute(spec.target)}")
+    if spec.depends:
+        spec = replace(spec, depends=tuple(absolute(path) for path in spec.depends))
+    if spec.scheme in ("arrays", "imagefolder") and spec.target:
+        return replace(spec, source=f"{spec.scheme}:{absolute(spec.target)}")
     if spec.scheme == "torchvision" and isinstance(root := spec.args.get("root"), str):
-        return replace(spec, args={**spec.args, "root": _absolute(root)})
+        return replace(spec, args={**spec.args, "root": absolute(root)})
     return spec
 
 
-def _absolute(path: str) -> str:
+def absolute(path: str) -> str:
+    """That path from the root of the file system, `~` written out."""
     return os.path.abspath(os.path.expanduser(path))
 
 
@@ -101,54 +159,7 @@ def checked_length(source: str, count: int) -> int:
     return count
 
 
-class TorchvisionSource(Source):
-    """`torchvision:NAME`: a data set of `torchvision.datasets`, built with the spec's arguments."""
-
-    def __init__(self, spec: DatasetSpec) -> None:
-        self._spec = spec
-        kind = _torchvision_class(spec.target)
-        arguments = {key: _typed(value) for key, value in spec.args.items()}
-        _check_arguments(spec, kind, arguments)
-        try:
-            self._dataset = kind(**arguments)
-        except Exception as error:  # noqa: BLE001 - downloads, archives and folders fail in as many ways as there are sets
-            sentence = _sentence(error)
-            missing = "download" in inspect.signature(kind).parameters and not arguments.get("download")
-            remedy = "Give --arg download=true, or another --arg root=FOLDER." if missing else ""
-            raise UserError("bad_source", f"{spec.source} cannot be opened: {sentence}", remedy) from None
-        try:
-            count = len(self._dataset)
-        except TypeError:
-            raise UserError("not_built", f"{spec.source} does not say how many samples it has.") from None
-        self.length = checked_length(spec.source, count)
-        self.classes = _class_names(getattr(self._dataset, "classes", None))
-        self.sample = self._dataset.__getitem__  # type: ignore[method-assign]  # no call in between, once a row
-
-    def sample(self, index: int) -> Any:
-        """The data set's own item."""
-        return self._dataset[index]
-
-    def identity(self) -> Identity:
-        """The folder that this data set alone reads where it names one, else its whole root."""
-        return Identity(tuple(_torchvision_roots(self._dataset, self._spec)), PICTURE_LIBRARIES)
-
-
-def _torchvision_class(name: str) -> Any:
-    try:
-        datasets = importlib.import_module("torchvision.datasets")
-    except Exception as error:  # noqa: BLE001 - a broken installation raises OSError, RuntimeError and more
-        text = f"torchvision cannot be imported: {_sentence(error)}"
-        raise UserError("bad_source", text, "Install a torchvision that fits the torch that is there.") from None
-    kind = getattr(datasets, name, None)
-    if name in datasets.__all__ and inspect.isclass(kind) and hasattr(kind, "__getitem__"):
-        return kind
-    by_letters = {known.lower(): known for known in datasets.__all__}
-    near = [by_letters[word] for word in difflib.get_close_matches(name.lower(), by_letters, n=3, cutoff=0.5)]
-    remedy = f"Near it: {', '.join(near)}." if near else "See torchvision.datasets for those there are."
-    raise UserError("bad_source", f"torchvision has no data set called {name!r}.", remedy)
-
-
-def _typed(value: Scalar) -> Scalar:
+def typed(value: Scalar) -> Scalar:
     """An argument's value; text that reads as true, false or an integer becomes that."""
     if isinstance(value, str):
         if value.lower() in ("true", "false"):
@@ -158,92 +169,94 @@ def _typed(value: Scalar) -> Scalar:
     return value
 
 
-def _check_arguments(spec: DatasetSpec, kind: Any, arguments: Mapping[str, Scalar]) -> None:
-    """Finds what the constructor would not take before it runs, by its signature."""
-    known = dict(inspect.signature(kind).parameters)
-    for base in inspect.getmro(kind)[1:] if any(item.kind is item.VAR_KEYWORD for item in known.values()) else ():
-        known.update((key, item) for key, item in inspect.signature(base).parameters.items() if key not in known)
-    names = [key for key, item in known.items() if item.kind not in (item.VAR_KEYWORD, item.VAR_POSITIONAL)]
-    for key in arguments:
-        if key not in names:
-            text = f"{spec.source} takes no argument {key!r}."
-            raise UserError("bad_source", text, f"It takes: {', '.join(names)}.")
-    required = [
-        key
-        for key, item in inspect.signature(kind).parameters.items()
-        if item.default is item.empty and item.kind in (item.POSITIONAL_OR_KEYWORD, item.KEYWORD_ONLY)
-    ]
-    if lacking := [key for key in required if key not in arguments]:
-        shown = " ".join(f"--arg {key}=..." for key in lacking)
-        raise UserError("bad_source", f"{spec.source} needs {', '.join(lacking)}.", f"Give {shown}")
-
-
-def _class_names(found: object) -> tuple[str, ...] | None:
-    """The class list where it is one of plain names, which a manifest can hold."""
-    if not isinstance(found, list | tuple) or not 0 < len(found) <= limits.CLASSES:
-        return None
-    plain = all(type(name) is str and name.isprintable() and len(name) <= 4096 for name in found)
-    return tuple(found) if plain else None
-
-
-def _torchvision_roots(dataset: Any, spec: DatasetSpec) -> list[str]:
-    """Folders that hold the data set's files. One that is too wide costs a preparation too many; one that is too
-    narrow would miss a change: only folders that torchvision itself computes are trusted, else the root is taken."""
-    root = spec.args.get("root")
-    own = [getattr(dataset, "raw_folder", None), getattr(dataset, "processed_folder", None)]  # the MNIST family
-    if own == [None, None] and isinstance(root, str):
-        base = getattr(dataset, "base_folder", None)  # CIFAR
-        own = [getattr(dataset, "_base_folder", None) or (os.path.join(root, base) if type(base) is str else None)]
-    roots = [_absolute(os.fspath(path)) for path in own if path is not None and os.path.exists(path)]
-    if not roots and isinstance(root, str):
-        roots = [_absolute(root)]
-    named = [value for key, value in spec.args.items() if key != "root" and isinstance(value, str)]
-    return roots + [_absolute(value) for value in named if os.sep in value and os.path.exists(value)]
-
-
-def load_transform(reference: str) -> Callable[[Any], Any]:
+def load_object(reference: str, what: str, code: str) -> Callable[..., Any]:
     """The callable behind `package.module:callable`, imported with the current directory in front of the path.
 
-    Raises `bad_transform`.
+    Raises that code; `what` names it in the text.
     """
-    name, _, attributes = reference.partition(":")
-    if not re.fullmatch(r"\w+(\.\w+)*", name) or not re.fullmatch(r"\w+(\.\w+)*", attributes):
-        text = f"The transform {reference!r} is not of the form package.module:callable."
-        raise UserError("bad_transform", text, "Write it as mypackage.transforms:resize, without parentheses.")
+    found = re.fullmatch(_REFERENCE, reference)
+    if found is None:
+        text = f"{what} {reference!r} is not of the form package.module:callable."
+        raise UserError(code, text, "Write it as mypackage.transforms:resize, without parentheses.")
     here = os.getcwd()
     if here not in sys.path:
         sys.path.insert(0, here)
     try:
-        found: Any = importlib.import_module(name)
-        for attribute in attributes.split("."):
-            found = getattr(found, attribute)
+        item: Any = importlib.import_module(found[1])
+        for attribute in found[2].split("."):
+            item = getattr(item, attribute)
     except Exception as error:  # noqa: BLE001 - the operator's module may raise anything
-        text = f"The transform {reference!r} cannot be imported: {_sentence(error)}"
-        raise UserError("bad_transform", text, f"It is looked for from {here} and in the environment.") from None
-    if not callable(found):
-        raise UserError("bad_transform", f"The transform {reference!r} is a {type(found).__name__}, not callable.")
-    checked: Callable[[Any], Any] = found
+        text = f"{what} {reference!r} cannot be imported: {sentence(error)}"
+        raise UserError(code, text, f"It is looked for from {here} and in the environment.") from None
+    if not callable(item):
+        raise UserError(code, f"{what} {reference!r} is a {type(item).__name__}, not callable.")
+    checked: Callable[..., Any] = item
     return checked
 
 
+def load_transform(reference: str) -> Callable[[Any], Any]:
+    """The callable behind `package.module:callable`. Raises `bad_transform`."""
+    return load_object(reference, "The transform", "bad_transform")
+
+
+def load_factory(reference: str) -> Callable[..., Any]:
+    """The callable behind `package.module:factory`. Raises `bad_source`."""
+    return load_object(reference, "The factory", "bad_source")
+
+
 def read_sample(source: Source, transform: Callable[[Any], Any] | None, index: int) -> Any:
-    """One sample, transformed. Raises `bad_sample` with the index, the stage and the cause."""
-    stage = "read"
+    """One sample, transformed, its pictures as `images.Pixels`. Raises `BadSample`."""
+    if source.row_key is not None:
+        _seed(source.row_key, index)
     try:
         sample = source.sample(index)
+    except Exception as error:  # noqa: BLE001 - data sets raise anything
+        raise _bad(source, index, "open", error) from None
+    return finish_sample(source, transform, index, sample)
+
+
+def finish_sample(source: Source, transform: Callable[[Any], Any] | None, index: int, sample: Any) -> Any:
+    """What the source gave at that index, transformed, its pictures as `images.Pixels`. Raises `BadSample`."""
+    stage = "decode"
+    try:
+        sample = images.settle(sample, source.rules)
         if transform is not None:
             stage = "transform"
             sample = transform(sample)
-    except DataserveError:
-        raise
-    except Exception as error:  # noqa: BLE001 - data sets and transforms raise anything
-        text = f"Sample {index} failed at the stage {stage}: {type(error).__name__}: {_sentence(error)}"
-        raise DataError("bad_sample", text, "Mend or remove it, then prepare again.") from None
-    return sample
+            stage = "decode"
+        return images.finish(sample, source.rules)
+    except Exception as error:  # noqa: BLE001 - Pillow raises OSError, SyntaxError, ValueError; transforms anything
+        raise _bad(source, index, stage, error) from None
 
 
-def _sentence(error: BaseException) -> str:
+def _bad(source: Source, index: int, stage: str, error: Exception) -> DataserveError:
+    """What is raised for a sample that cannot be read: an error of ours that no sample is to blame for is kept."""
+    if isinstance(error, DataserveError):
+        if error.code != "bad_sample":
+            return error
+        return BadSample(index, source.path(index), stage, error.text, error.remedy)
+    return BadSample(index, source.path(index), stage, named(error))
+
+
+def _seed(key: str, index: int) -> None:
+    from . import randomness
+
+    randomness.seed_row(key, index)
+
+
+def named(error: BaseException) -> str:
+    """An exception's type and what it says."""
+    return f"{type(error).__name__}: {sentence(error)}"
+
+
+def sentence(error: BaseException) -> str:
     """What an error says, on one line, ending as a sentence does."""
-    text = " ".join(str(error).split()) or type(error).__name__
+    text = re.sub(r" at 0x[0-9a-f]+", "", " ".join(str(error).split())) or type(error).__name__
     text = text if len(text) <= 500 else text[:496] + " ..."
     return text if text.endswith((".", "!", "?")) else text + "."
+
+
+def shown(path: bytes | str) -> str:
+    """A path as people may see it anywhere: what is no UTF-8, and what does not print, as escapes."""
+    text = os.fsencode(path).decode("utf-8", "backslashreplace")
+    return "".join(letter if letter.isprintable() else letter.encode("unicode_escape").decode() for letter in text)

@@ -11,9 +11,14 @@ from dataserve.protocol import limits
 from dataserve.protocol.errors import UserError
 
 #: What a source's text starts with; anything else is `package.module:factory`.
-SCHEMES = ("torchvision", "arrays", "store")
+SCHEMES = ("torchvision", "imagefolder", "arrays", "store")
 
 Scalar = str | int | float | bool
+
+MODES = ("RGB", "L", "RGBA", "keep")
+IDENTITIES = ("stat", "content")
+ON_ERROR = ("fail", "skip")
+SIDE_PIXELS = 65535  #: `resize` and `crop` ask for at most so many a side
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +56,20 @@ class DatasetSpec:
                 f"The data set's name {self.name!r} is not allowed.",
                 "Names have 1 to 64 of a-z, 0-9, '.', '_', '-' and start with a letter or digit: give --name.",
             )
+        for option, value, known in (
+            ("mode", self.mode, (None, *MODES)),
+            ("identity", self.identity, IDENTITIES),
+            ("on_error", self.on_error, ON_ERROR),
+        ):
+            if value not in known:
+                remedy = f"Known: {', '.join(word for word in known if word is not None)}."
+                raise UserError("bad_option", f"{option}={value!r} is unknown.", remedy)
+        for option, value in (("resize", self.resize), ("crop", self.crop)):
+            if value is not None:
+                size(option, value)
+        if self.max_pixels is not None and not 1 <= self.max_pixels <= SIDE_PIXELS**2:
+            text = f"max_pixels={self.max_pixels} is outside [1, {SIDE_PIXELS**2}]."
+            raise UserError("bad_option", text, "Give the most pixels that one picture may have, width x height.")
 
     @property
     def scheme(self) -> str:
@@ -62,6 +81,11 @@ class DatasetSpec:
         """The part of the source behind its first colon."""
         return self.source.partition(":")[2]
 
+    @property
+    def is_factory(self) -> bool:
+        """Whether the source is `package.module:factory`."""
+        return self.scheme not in SCHEMES and ":" in self.source
+
     def to_map(self) -> dict[str, Any]:
         """JSON for the preparing child."""
         return asdict(self)
@@ -70,6 +94,16 @@ class DatasetSpec:
     def from_map(cls, fields: Mapping[str, Any]) -> DatasetSpec:
         """The spec of `to_map`."""
         return cls(**{**fields, "depends": tuple(fields["depends"])})
+
+
+def size(option: str, text: str) -> tuple[int, ...]:
+    """`(SIZE,)` or `(height, width)` in pixels, of `SIZE` or `HxW`. Raises `bad_option`."""
+    found = re.fullmatch(r"([0-9]{1,5})(?:x([0-9]{1,5}))?", text)
+    sides = () if found is None else tuple(int(side) for side in found.groups() if side is not None)
+    if not sides or not all(1 <= side <= SIDE_PIXELS for side in sides):
+        what = f"{option}={text!r} is no size: SIZE or HxW with sides in [1, {SIDE_PIXELS}] pixels."
+        raise UserError("bad_option", what, f"Write --{option} 224 or --{option} 224x320 (height x width).")
+    return sides
 
 
 def default_name(source: str) -> str:

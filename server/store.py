@@ -19,7 +19,7 @@ from pathlib import Path
 
 from dataserve.protocol import limits, manifest
 from dataserve.protocol.errors import DataError, DataserveError, MachineError, UserError
-from dataserve.protocol.manifest import Manifest, Part
+from dataserve.protocol.manifest import Column, Manifest, Part
 
 BUILDING = ".building"
 INDEX = ".index"
@@ -83,8 +83,8 @@ def open_sealed(path: str | os.PathLike[str], *, thorough: bool = False) -> Seal
     try:
         data = _read_manifest(folder)
         found = manifest.parse(data)
-        for part, dtype, shape in _files(found):
-            _check_file(folder, part, dtype, shape, found.chunk_rows if thorough else 0)
+        for column, part, dtype, shape in _files(found):
+            _check_file(folder, part, dtype, shape, column.span_bytes(found.chunk_rows) if thorough else 0)
     except DataError as error:
         text = f"The store {where!r} cannot be used: {error.text}"
         raise DataError("bad_store", text, error.remedy or _REBUILD) from None
@@ -204,13 +204,13 @@ def _scan(root: str | os.PathLike[str]) -> Iterator[tuple[str, Sealed | Dataserv
             yield path, error
 
 
-def _files(found: Manifest) -> Iterator[tuple[Part, str, tuple[int, ...]]]:
-    """Each file with the element type and the shape that its header must name."""
+def _files(found: Manifest) -> Iterator[tuple[Column, Part, str, tuple[int, ...]]]:
+    """Each file with its column, and the element type and the shape that its header must name."""
     for column in found.columns:
         for part in column.parts:
-            yield part, column.dtype, (part.rows, *column.shape)
+            yield column, part, column.dtype, (part.rows, *column.shape)
         for part in column.offsets:
-            yield part, "int64", (part.rows,)
+            yield column, part, "int64", (part.rows,)
 
 
 def _open_regular(folder: int, name: str) -> int:
@@ -236,8 +236,8 @@ def _read_manifest(folder: int) -> bytes:
         return file.read(limits.MANIFEST_BYTES + 1)  # `parse` refuses what is longer than the cap
 
 
-def _check_file(folder: int, part: Part, dtype: str, shape: tuple[int, ...], chunk_rows: int) -> None:
-    """One file against its manifest; its checksums too where `chunk_rows` is not 0."""
+def _check_file(folder: int, part: Part, dtype: str, shape: tuple[int, ...], span_bytes: int) -> None:
+    """One file against its manifest; its checksums too, each of `span_bytes` of data, where that is not 0."""
     handle = _open_regular(folder, part.file)
     try:
         size = os.fstat(handle).st_size
@@ -245,16 +245,16 @@ def _check_file(folder: int, part: Part, dtype: str, shape: tuple[int, ...], chu
             raise DataError("bad_store", f"{part.file} has {size} bytes, not {part.size_bytes}.")
         if os.pread(handle, limits.HEADER_BYTES, 0) != manifest.npy_header(dtype, shape):
             raise DataError("bad_store", f"{part.file} has a header that is not its manifest's.")
-        if chunk_rows:
-            _check_sums(handle, part, chunk_rows * manifest.row_bytes(dtype, shape[1:]))
+        if span_bytes:
+            _check_sums(handle, part, span_bytes)
     finally:
         os.close(handle)
 
 
-def _check_sums(handle: int, part: Part, chunk_bytes: int) -> None:
+def _check_sums(handle: int, part: Part, span_bytes: int) -> None:
     for index, expected in enumerate(part.crcs):
-        start = limits.HEADER_BYTES + index * chunk_bytes
-        stop = min(start + chunk_bytes, part.size_bytes)
+        start = limits.HEADER_BYTES + index * span_bytes
+        stop = min(start + span_bytes, part.size_bytes)
         crc = 0
         while start < stop:
             piece = os.pread(handle, min(stop - start, limits.CHUNK_BYTES), start)

@@ -110,6 +110,11 @@ class Hub:
 
 
 def ask(addresses: Sequence[str], message: Message, timeout_s: float) -> Message:
+    """The message of `ask_reply`."""
+    return ask_reply(addresses, message, timeout_s).message
+
+
+def ask_reply(addresses: Sequence[str], message: Message, timeout_s: float) -> codec.Reply:
     """One question to the first daemon that answers at any of the addresses, in `timeout_s` all told.
 
     Raises the daemon's own error, or `no_daemon` with every address and why it failed.
@@ -123,8 +128,8 @@ def ask(addresses: Sequence[str], message: Message, timeout_s: float) -> Message
             share_s = (deadline - now) / (len(addresses) - index)  # a dead daemon's socket must not use up all of it
             reply = _ask_one(where, message, now + share_s)
             if reply is not None:
-                if isinstance(reply, Error):
-                    raise reply.to_exception()
+                if isinstance(reply.message, Error):
+                    raise reply.message.to_exception()
                 return reply
             why = f"a socket is there and nobody answered in {share_s:.1f} s; {_holder(where)}"
         reasons.append(f"{address.socket_path(where)} ({why})")
@@ -135,7 +140,7 @@ def ask(addresses: Sequence[str], message: Message, timeout_s: float) -> Message
     )
 
 
-def _ask_one(where: str, message: Message, deadline: float) -> Message | None:
+def _ask_one(where: str, message: Message, deadline: float) -> codec.Reply | None:
     """The reply, or None at the deadline. The request is sent again each `RETRY_S`: that is always harmless."""
     context = zmq.Context(io_threads=1)
     dealer = context.socket(zmq.DEALER)
@@ -156,13 +161,13 @@ def _ask_one(where: str, message: Message, deadline: float) -> Message | None:
         context.term()
 
 
-def _await_reply(dealer: zmq.Socket[bytes], until: float) -> Message | None:
+def _await_reply(dealer: zmq.Socket[bytes], until: float) -> codec.Reply | None:
     while (left_s := until - time.monotonic()) > 0:
         if not dealer.poll(max(1, int(left_s * 1000)), zmq.POLLIN):
             continue
         frames = dealer.recv_multipart(zmq.NOBLOCK)
         try:
-            return codec.decode_reply(frames[-1]).message
+            return codec.decode_reply(frames[-1])
         except PeerError:
             continue  # no reply of ours; the daemon's may still come
     return None

@@ -26,11 +26,12 @@ LIMIT_S = 60.0  #: ten times what anything here takes on a busy machine
 POLL_S = 0.01
 DATASERVE = (sys.executable, "-P", "-m", "dataserve.server.cli")
 
-#: A transform that holds each sample until a file called `gate` is in the current directory, and its import.
+#: A transform that leaves a file called `held`, and holds each sample until one called `gate` is in the current directory.
 GATED = "gated:hold"
 _GATED = """
 import os, time
 def hold(sample):
+    open("held", "w").close()
     deadline = time.monotonic() + 60
     while not os.path.exists("gate"):
         assert time.monotonic() < deadline, "nobody opened the gate"
@@ -41,8 +42,8 @@ def hold(sample):
 
 def run(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
     """One command to its end."""
-    options = {"timeout": LIMIT_S, "capture_output": True, "text": True, "check": False, **options}
-    return subprocess.run((*DATASERVE, *arguments), **options)
+    options = {"timeout": LIMIT_S, "capture_output": True, "text": True, **options}
+    return subprocess.run((*DATASERVE, *arguments), check=False, **options)
 
 
 def until(condition: Callable[[], Any], what: str, limit_s: float = LIMIT_S) -> Any:

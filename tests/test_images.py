@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
+import csv
 import io
+import resource
+import shutil
+import tarfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from PIL import Image
+from PIL import Image, ImageFile
 
 from dataserve.protocol.errors import DataError
 from dataserve.server import images
+from dataserve.server.images import Rules
+from dataserve.server.spec import MODES
 
 SCENE = np.arange(2 * 3 * 3, dtype=np.uint8).reshape(2, 3, 3) * 13  # 2 high, 3 wide, no symmetry
+
+
+def load(data: bytes, **rules: Any) -> images.Pixels:
+    """A file's bytes as a source opens them and a store gets them."""
+    return images.to_array(images.load(data, Rules(**rules)), Rules(**rules))
 
 
 def test_grey_is_one_channel_and_colour_three() -> None:
@@ -49,18 +61,44 @@ def test_each_mode_of_8_bits_becomes_grey_or_rgb(mode: str, channels: int) -> No
 
 
 @pytest.mark.parametrize("mode", ["I;16", "I;16B", "I", "F"])
-def test_more_than_8_bits_are_refused_and_never_clipped(mode: str) -> None:
+def test_more_than_8_bits_are_refused_where_no_mode_is_declared(mode: str) -> None:
     with pytest.raises(DataError, match=f"mode {mode}") as caught:
         images.to_array(Image.new(mode, (3, 2)))
     assert caught.value.code == "bad_sample"
     assert "--transform" in caught.value.remedy
 
 
-def test_a_16_bit_png_as_pillow_opens_it_is_refused(tmp_path: Path) -> None:
-    ramp = np.linspace(0, 65535, 64, dtype=np.uint16).reshape(8, 8)
-    Image.fromarray(ramp).save(tmp_path / "ramp.png")
-    with Image.open(tmp_path / "ramp.png") as picture, pytest.raises(DataError, match="8 bits"):
-        images.to_array(picture)
+@pytest.mark.parametrize("suffix", ["png", "tiff", "pgm"])
+def test_a_16_bit_ramp_is_scaled_by_257_where_a_mode_is_declared(tmp_path: Path, suffix: str) -> None:
+    ramp = np.linspace(0, 65535, 4096, dtype=np.uint16).reshape(64, 64)
+    Image.fromarray(ramp).save(tmp_path / f"ramp.{suffix}")
+    data = (tmp_path / f"ramp.{suffix}").read_bytes()
+    for mode, channels in (("L", 1), ("RGB", 3), ("RGBA", 3)):
+        pixels = load(data, mode=mode)
+        for channel in pixels[:channels]:
+            np.testing.assert_array_equal(channel, np.round(ramp / 257).astype(np.uint8))
+    with pytest.raises(DataError, match="8 bits"):
+        load(data, mode="keep")
+
+
+@given(st.integers(0, 255))
+def test_each_8_bit_value_survives_16_bits_exactly(value: int) -> None:
+    picture = Image.fromarray(np.full((2, 2), value * 257, np.uint16))
+    assert images.to_array(picture, Rules("L")).tolist() == [[[value] * 2] * 2]
+
+
+def test_a_float_tiff_is_refused_with_the_remedy_and_never_becomes_black(tmp_path: Path) -> None:
+    Image.fromarray(np.linspace(0, 1, 64, dtype=np.float32).reshape(8, 8)).save(tmp_path / "f.tiff")
+    for mode in MODES:
+        with pytest.raises(DataError, match="mode F") as caught:
+            load((tmp_path / "f.tiff").read_bytes(), mode=mode)
+        assert "--transform" in caught.value.remedy
+
+
+def test_a_32_bit_tiff_has_no_scale_and_is_refused(tmp_path: Path) -> None:
+    Image.fromarray(np.arange(64, dtype=np.int32).reshape(8, 8)).save(tmp_path / "i.tiff")
+    with pytest.raises(DataError, match="mode I,"):
+        load((tmp_path / "i.tiff").read_bytes(), mode="L")
 
 
 def test_transparency_is_laid_on_the_background() -> None:
@@ -129,10 +167,137 @@ def test_broken_exif_counts_as_none(noise: bytes) -> None:
     assert images.to_array(picture).shape in {(3, 2, 3), (3, 3, 2)}
 
 
-def test_too_many_pixels_are_refused_by_the_header_before_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_many_pixels_are_refused_by_the_header_before_decoding() -> None:
     data = io.BytesIO()
     Image.fromarray(SCENE).save(data, "PNG")
-    monkeypatch.setattr(images, "MAX_PIXELS", 5)
-    header = io.BytesIO(data.getvalue()[:60])  # no pixel in it: nothing can be decoded
-    with Image.open(header) as picture, pytest.raises(DataError, match="3 x 2 pixels, more than 5"):
-        images.to_array(picture)
+    header = data.getvalue()[:50]  # no pixel in it: nothing can be decoded
+    with pytest.raises(DataError, match="3 x 2 pixels, more than 5"):
+        load(header, max_pixels=5)
+    with pytest.raises(OSError, match="truncated"):
+        load(header, max_pixels=6)
+
+
+def test_the_bound_on_pixels_may_lie_beyond_pillows_own_which_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = io.BytesIO()
+    Image.fromarray(SCENE).save(data, "PNG")
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 2)  # 6 pixels are a bomb to Pillow now
+    assert load(data.getvalue(), max_pixels=6).shape == (3, 2, 3)
+    assert Image.MAX_IMAGE_PIXELS == 2
+    with pytest.raises(DataError, match="has 6 pixels, more than 4"):
+        load(data.getvalue(), max_pixels=4)
+
+
+def test_truncated_pictures_are_taken_by_option_alone_and_the_global_does_not_leak() -> None:
+    data = io.BytesIO()
+    Image.effect_noise((64, 64), 50).save(data, "JPEG")
+    cut = data.getvalue()[: len(data.getvalue()) // 2]
+    with pytest.raises(OSError, match="truncated"):
+        load(cut, mode="L")
+    assert load(cut, mode="L", truncated=True).shape == (1, 64, 64)
+    assert ImageFile.LOAD_TRUNCATED_IMAGES is False
+    with pytest.raises(OSError, match="truncated"):
+        load(cut, mode="L")
+
+
+def test_the_globals_come_back_after_a_failure() -> None:
+    with pytest.raises(DataError):
+        load(b"GIF89a is none", truncated=True, max_pixels=10**9)
+    assert (Image.MAX_IMAGE_PIXELS, ImageFile.LOAD_TRUNCATED_IMAGES) == (89_478_485, False)
+
+
+SIZES = st.integers(1, 70)
+
+
+@given(
+    SIZES,
+    SIZES,
+    st.one_of(st.tuples(SIZES), st.tuples(SIZES, SIZES)),
+    st.one_of(st.tuples(SIZES), st.tuples(SIZES, SIZES)),
+)
+@settings(max_examples=40)
+def test_resize_and_crop_are_torchvisions(
+    width: int, height: int, resize: tuple[int, ...], crop: tuple[int, ...]
+) -> None:
+    transforms = pytest.importorskip("torchvision.transforms")
+    pixels = np.random.default_rng(width * 100 + height).integers(0, 256, (height, width, 3), np.uint8)
+    picture = Image.fromarray(pixels)
+    if max(width, height) / min(width, height) * max(resize) > 4000:
+        return
+    expected = transforms.Compose([transforms.Resize(list(resize)), transforms.CenterCrop(list(crop * 2)[:2])])(picture)
+    (found, label) = images.settle((picture, 7), Rules("RGB", resize, crop))
+    np.testing.assert_array_equal(np.asarray(found), np.asarray(expected))
+    assert label == 7
+
+
+def test_a_declared_mode_decides_the_channels_of_every_picture() -> None:
+    for source in ("1", "L", "LA", "RGB", "RGBA", "P", "CMYK", "YCbCr"):
+        picture = Image.new("RGB", (3, 2), (200, 100, 50)).convert("L" if source == "LA" else "RGB").convert(source)
+        assert [images.to_array(picture, Rules(mode)).shape[0] for mode in ("L", "RGB", "RGBA")] == [1, 3, 4]
+
+
+def test_rgba_keeps_what_is_transparent() -> None:
+    pixels = images.to_array(Image.new("RGBA", (1, 1), (10, 20, 30, 40)), Rules("RGBA"))
+    assert pixels.ravel().tolist() == [10, 20, 30, 40]
+    opaque = images.to_array(Image.new("RGB", (1, 1), (10, 20, 30)), Rules("RGBA"))
+    assert opaque.ravel().tolist() == [10, 20, 30, 255]
+
+
+def test_the_transparent_value_of_a_16_bit_png_is_laid_on_the_background() -> None:
+    data = io.BytesIO()
+    Image.fromarray(np.array([[1000, 257 * 9]], np.uint16)).save(data, "PNG", transparency=1000)
+    found = load(data.getvalue(), mode="L")
+    assert found.ravel().tolist() == [255, 9]
+
+
+@pytest.fixture(scope="module")
+def awkward(shared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """All awkward files, those with odd names unpacked."""
+    folder = shared_data / "awkward"
+    if not folder.is_dir():
+        pytest.skip(f"no {folder}")
+    copy = tmp_path_factory.mktemp("awkward") / "files"
+    shutil.copytree(folder, copy)
+    copy.chmod(0o755)
+    for item in copy.iterdir():
+        item.chmod(0o755)
+    with tarfile.open(folder / "odd_names.tar") as archive:
+        archive.extractall(copy, filter="data")
+    return copy
+
+
+def test_every_awkward_file_loads_or_is_refused_as_its_table_says(awkward: Path) -> None:
+    with open(awkward / "awkward.tsv", encoding="utf-8", newline="") as file:
+        rows = list(csv.DictReader(file, delimiter="\t", quoting=csv.QUOTE_NONE))
+    assert len(rows) > 80
+    for row in rows:
+        data = (awkward / row["file"]).read_bytes()
+        words = row["pillow_rgb"].split()
+        if words[0] == "ok":
+            width, height = map(int, words[1].split("x"))
+            if "orientation=" in row["pillow_open"] and int(row["pillow_open"][-1]) >= 5:
+                width, height = height, width  # upright
+            assert load(data, mode="RGB").shape == (3, height, width), row["file"]
+        else:
+            with pytest.raises((DataError, OSError, SyntaxError, ValueError)) as caught:
+                load(data, mode="RGB")
+            assert str(caught.value), row["file"]
+
+
+def test_bombs_are_refused_before_they_take_memory(awkward: Path) -> None:
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    for path in (awkward / "bomb").iterdir():
+        with pytest.raises((DataError, ValueError)):
+            load(path.read_bytes(), mode="RGB")
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 256 * 1024
+
+
+def test_what_is_no_picture_is_told_in_words_without_an_address(awkward: Path) -> None:
+    told = {}
+    for path in (awkward / "notimage").iterdir():
+        with pytest.raises(DataError) as caught:
+            load(path.read_bytes(), mode="RGB")
+        told[path.name] = caught.value.text
+        assert " at 0x" not in caught.value.text
+    assert told["zero_bytes.jpg"] == "The file is empty."
+    assert "Git LFS" in told["lfs_pointer.JPEG"]
+    assert "<!DOCTYPE" in told["page.jpg"] or "starts with" in told["page.jpg"]

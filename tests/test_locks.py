@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from dataserve.protocol.errors import MachineError
-from dataserve.server import locks, store
+from dataserve.server import locks, pidlock, store
 from dataserve.server.locks import BuildLocks, Lock
 
 DIGITS = "a" * 64
@@ -90,7 +92,8 @@ def test_orphans_that_never_end_are_an_error_that_says_where_to_look(
     with pytest.raises(MachineError, match="still hold") as caught:
         mine.take(unheard)
     assert caught.value.code == "stuck"
-    assert str(orphan.path) in caught.value.remedy
+    assert str(orphan.path) in caught.value.text
+    assert f"pid {os.getpid()}" in caught.value.text
     mine.release()
     assert orphan.path.exists(), "or the next builder would not see it"
     orphan.release()
@@ -107,3 +110,80 @@ def test_a_builder_that_falls_silent_is_named_with_its_pid(root: Path, monkeypat
     assert caught.value.code == "stuck"
     assert heard[0] == {"pid": 4711, "done": 3}
     holder.release()
+
+
+@pytest.fixture
+def no_flock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file system without flock, as some network ones are."""
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+
+    monkeypatch.setattr(locks.fcntl, "flock", refuse)
+
+
+def test_without_flock_a_faked_lock_still_has_one_holder_or_many_shared_ones(root: Path, no_flock: None) -> None:
+    one, two, three = (Lock(root / "x" / "lock") for _ in range(3))
+    assert one.try_take()
+    assert not two.try_take()
+    assert not two.try_take(shared=True)
+    one.release()
+    assert two.try_take(shared=True)
+    assert three.try_take(shared=True)
+    assert not one.try_take()
+    two.release()
+    three.release(unlink=True)
+    assert one.try_take()
+    one.release(unlink=True)
+    assert os.listdir(root / "x") == []
+
+
+def test_without_flock_a_faked_claim_of_a_dead_process_counts_no_more(root: Path, no_flock: None) -> None:
+    code = (
+        "import errno, fcntl, os\n"
+        "def refuse(*_): raise OSError(errno.EOPNOTSUPP, 'x')\n"
+        "fcntl.flock = refuse\n"
+        f"from pathlib import Path; from dataserve.server.locks import Lock\n"
+        f"assert Lock(Path({str(root / 'lock')!r})).try_take(); os.kill(os.getpid(), 9)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == -9
+    assert len(os.listdir(root)) == 2, "the lock and the claim of the dead"
+    mine = Lock(root / "lock")
+    assert mine.try_take()
+    mine.release(unlink=True)
+    assert os.listdir(root) == []
+
+
+def test_without_flock_a_faked_claim_of_another_host_counts_until_it_is_old(root: Path, no_flock: None) -> None:
+    theirs = root / "lock.claim.alone.elsewhere-0a1b2c3d.17-4711-aabbccdd"
+    theirs.touch()
+    mine = Lock(root / "lock")
+    assert not mine.try_take()
+    old = time.time() - pidlock.CLAIM_S - 1
+    os.utime(theirs, (old, old))
+    assert mine.try_take()
+    assert not theirs.exists()
+    mine.release()
+
+
+def test_without_flock_eight_faked_builders_at_once_are_one_after_another(root: Path, no_flock: None) -> None:
+    inside, most, lock = 0, 0, threading.Lock()
+
+    def build() -> None:
+        nonlocal inside, most
+        mine = BuildLocks(root, DIGITS)
+        mine.take(lambda words: None)
+        with lock:
+            inside += 1
+            most = max(most, inside)
+        with lock:
+            inside -= 1
+        mine.release()
+
+    threads = [threading.Thread(target=build) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert (inside, most) == (0, 1)
+    assert os.listdir(root / store.BUILDING) == []

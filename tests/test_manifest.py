@@ -23,11 +23,10 @@ def column(name: str, dtype: str, shape: tuple[int, ...], rows: int = 10, chunk:
     return Column(name, "fixed", dtype, shape, (Part(f"{name}.npy", rows, size, (1,) * -(-rows // chunk)),), **more)
 
 
-def ragged(name: str, elements: int = 33, rows: int = 10, chunk: int = 4) -> Column:
-    values = Part(f"{name}.values.npy", elements, limits.HEADER_BYTES + elements, (2,) * -(-elements // chunk))
-    offsets = Part(
-        f"{name}.offsets.npy", rows + 1, limits.HEADER_BYTES + 8 * (rows + 1), (3,) * -(-(rows + 1) // chunk)
-    )
+def ragged(name: str, elements: int = 33, rows: int = 10) -> Column:
+    spans = -(-elements // limits.CHUNK_BYTES)  # by bytes: a ragged column's rows have no size of their own
+    values = Part(f"{name}.values.npy", elements, limits.HEADER_BYTES + elements, (2,) * spans)
+    offsets = Part(f"{name}.offsets.npy", rows + 1, limits.HEADER_BYTES + 8 * (rows + 1), (3,))
     return Column(name, "ragged", "uint8", (), (values,), "utf8", (offsets,))
 
 
@@ -45,7 +44,7 @@ def example() -> Manifest:
             column("image", "uint8", (1, 2, 3), logical="image"),
             column("label", "int64", ()),
             ragged("text"),
-            ragged("origins"),
+            ragged("origins", elements=limits.CHUNK_BYTES + 1),
         ),
         classes=("zero", "Ein\udcff"),
         versions={"numpy": "2.1"},
@@ -116,6 +115,7 @@ HOSTILE = {
     "a codec": (change("columns.0.codec", "jpeg"), "codec is 'jpeg'"),
     "two parts": (lambda raw: raw["columns"][0]["parts"].append(raw["columns"][0]["parts"][0]), "2 items"),
     "too few checksums": (change("columns.0.parts.0.crcs", [1]), "1 checksums, not 3"),
+    "too many checksums of a ragged column": (change("columns.2.parts.0.crcs", [1, 1]), "2 checksums, not 1"),
     "a checksum of 33 bits": (change("columns.0.parts.0.crcs", [2**32, 1, 1]), "outside"),
     "a column twice": (lambda raw: raw["columns"].append(raw["columns"][0]), "twice"),
     "offsets on a fixed column": (

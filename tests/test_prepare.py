@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,89 +19,9 @@ import pytest
 
 from dataserve.server import store
 
-LIMIT_S = 60.0
-Events = list[dict[str, Any]]
+from .preparing import LIMIT_S, Child, archive, content, group, named, spec, start, until, wait_for_work
 
-
-class Child:
-    """One `python -m dataserve.server.prepare`, spoken to as the daemon does."""
-
-    def __init__(self, cwd: Path, setup: str = "") -> None:
-        # `setup` changes bounds in the child; without one it is started as the daemon starts it.
-        code = f"import os, sys; from dataserve.server import pool, prepare; {setup}; os._exit(prepare.main())"
-        program = ["-c", code] if setup else ["-m", "dataserve.server.prepare"]
-        self.process = subprocess.Popen(
-            [sys.executable, *program],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            cwd=cwd,
-            start_new_session=True,
-        )
-
-    def ask(self, **request: Any) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps({"workers": None, "build": True, **request}).encode() + b"\n")
-        self.process.stdin.flush()
-
-    def events(self) -> Iterator[dict[str, Any]]:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            yield json.loads(line)
-
-    def end(self) -> tuple[int, Events, str]:
-        """Status, the remaining events, and stderr."""
-        found = list(self.events())
-        assert self.process.stderr is not None
-        words = self.process.stderr.read().decode()
-        return self.process.wait(LIMIT_S), found, words
-
-    def kill(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait(LIMIT_S)
-        for pipe in (self.process.stdin, self.process.stdout, self.process.stderr):
-            assert pipe is not None
-            with contextlib.suppress(BrokenPipeError):
-                pipe.close()
-
-
-@pytest.fixture
-def start(isolated: Path) -> Iterator[Callable[..., Child]]:
-    """Starts a child with a request; all are killed with their groups in the end."""
-    children: list[Child] = []
-
-    def starting(setup: str = "", **request: Any) -> Child:
-        child = Child(isolated, setup)
-        children.append(child)
-        child.ask(**{"store": str(isolated / "store"), **request})
-        return child
-
-    yield starting
-    for child in children:
-        child.kill()
-
-
-def spec(source: str, transform: str | None = None, name: str = "data", **args: Any) -> dict[str, Any]:
-    return {"name": name, "source": source, "args": args, "transform": transform}
-
-
-def named(events: Events, name: str) -> Events:
-    return [event for event in events if event["event"] == name]
-
-
-def content(path: str) -> dict[str, bytes]:
-    return {item.name: item.read_bytes() for item in Path(path).iterdir()}
-
-
-def archive(folder: Path, rows: int = 200) -> str:
-    generator = np.random.default_rng(0)
-    np.savez(
-        folder / "a.npz",
-        image=generator.integers(0, 256, (rows, 3, 32, 32), np.uint8),
-        label=np.arange(rows, dtype="<i8"),
-    )
-    return f"arrays:{folder}/a.npz"
+__all__ = ["start"]  # the fixture
 
 
 #: A transform slow enough to be caught at work, wide enough (4 MiB a row) to make every row a chunk.
@@ -128,7 +48,7 @@ def fails(sample):
         raise ValueError("seventeen is odd")
     return slow(sample)
 def grows(sample):
-    return np.zeros(2 if sample["label"] == 17 else 1)
+    return np.zeros((1, 1, 1, 2 if sample["label"] == 17 else 1))
 def reads(sample):
     return np.array([len(sys.stdin.read())])
 """
@@ -238,7 +158,12 @@ def test_what_user_code_prints_goes_to_stderr_and_it_reads_nothing(
     ("transform", "status", "code", "text"),
     [
         ("steps:fails", 4, "bad_sample", "Sample 17 failed at the stage transform: ValueError: seventeen is odd."),
-        ("steps:grows", 4, "bad_schema", "Sample 17 does not fit the first one: value is float64 2, not float64 1."),
+        (
+            "steps:grows",
+            4,
+            "bad_schema",
+            "Sample 17 does not fit the first one: value is float64 1 x 1 x 1 x 2, not float64 1 x 1 x 1 x 1.",
+        ),
         ("steps:missing", 1, "bad_transform", "has no attribute 'missing'"),
     ],
 )
@@ -267,44 +192,16 @@ def test_a_worker_that_dies_is_named_with_its_sample_and_signal(
     assert (status, events[-1]["code"]) == (1, "worker_died")
     assert "was killed by SIGKILL at sample 17." in events[-1]["text"]
     assert "memory" in events[-1]["remedy"]
-    assert os.listdir(isolated / "store" / store.BUILDING) == []
 
 
 @pytest.mark.parametrize(("workers", "text"), [(1, "Sample 17 has taken"), (2, "has been at sample 17 for")])
 def test_a_sample_that_takes_for_ever_is_named(
     start: Callable[..., Child], slow: dict[str, Any], workers: int, text: str
 ) -> None:
-    child = start("pool.HUNG_S = 1.0", spec={**slow, "transform": "steps:hangs"}, workers=workers)
+    child = start(spec={**slow, "transform": "steps:hangs"}, workers=workers, sample_timeout_s=1.0)
     status, events, _ = child.end()
     assert (status, events[-1]["code"]) == (1, "stuck")
     assert text in events[-1]["text"]
-
-
-def wait_for_work(child: Child) -> None:
-    """Returns when the child has finished some rows."""
-    for event in child.events():
-        if event["event"] == "progress" and event["stage"] == "prepare" and event["done"] > 0:
-            return
-    pytest.fail("it ended before it worked")
-
-
-def group(pid: int) -> set[int]:
-    """Living processes of that session, whose leader was `pid`."""
-    found = set()
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdecimal():
-            with contextlib.suppress(OSError):
-                fields = (entry / "stat").read_text().rpartition(")")[2].split()
-                if fields[3] == str(pid) and fields[0] != "Z":
-                    found.add(int(entry.name))
-    return found
-
-
-def until(condition: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + LIMIT_S
-    while not condition():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.01)
 
 
 @pytest.mark.parametrize("how", ["the parent closes the pipe", "SIGKILL", "SIGTERM"])
@@ -391,7 +288,7 @@ def test_a_full_disk_is_an_error_with_the_numbers_and_no_leftovers(
     ("request_", "code"),
     [
         ({"spec": spec("torchvision:MNIST")}, "bad_source"),
-        ({"spec": spec("imagefolder:/x")}, "not_built"),
+        ({"spec": spec("imagefolder:/x")}, "bad_source"),
         ({"spec": spec("store:nothing")}, "unknown_dataset"),
         ({"spec": spec("arrays:/x.npz", name="Bad Name")}, "bad_name"),
         ({"spec": spec("arrays:/x.npz"), "workers": 0}, "bad_option"),

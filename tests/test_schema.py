@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from dataserve.protocol import manifest
-from dataserve.protocol.errors import DataError, UserError
+from dataserve.protocol.errors import DataError
+from dataserve.server.layout import Field
 from dataserve.server.schema import Schema, flatten
 
 
@@ -106,7 +107,7 @@ def test_the_other_byte_order_keeps_its_values() -> None:
 
 def test_a_picture_is_an_image_column() -> None:
     field = Schema.of(Image.new("L", (5, 4))).fields[0]
-    assert field == ("image", "uint8", (1, 4, 5), "image")
+    assert field == ("image", "uint8", (1, 4, 5), "image", "fixed")
 
 
 @pytest.mark.parametrize(
@@ -135,11 +136,66 @@ def test_what_a_store_cannot_hold_is_refused(sample: Any, code: str) -> None:
     assert "Sample 4" in caught.value.text
 
 
-@pytest.mark.parametrize("value", ["text", b"bytes"])
-def test_text_and_bytes_are_not_built_yet_and_say_so(value: object) -> None:
-    with pytest.raises(UserError, match="not built") as caught:
-        Schema.of((value, 1))
-    assert caught.value.code == "not_built"
+@pytest.mark.parametrize(
+    ("value", "logical", "data"),
+    [
+        ("é\0", "utf8", "é\0".encode()),
+        ("", "utf8", b""),
+        (np.str_("x"), "utf8", b"x"),
+        (b"\xff\0", "bytes", b"\xff\0"),
+        (bytearray(b"ab"), "bytes", b"ab"),
+    ],
+)
+def test_text_and_bytes_are_ragged_columns_of_bytes(value: object, logical: str, data: bytes) -> None:
+    schema = Schema.of(value)
+    assert schema.fields == (Field("value", "uint8", (), logical, "ragged"),)
+    rows: dict[int, bytes] = {}
+    keeper: Any = type("Keeper", (), {"__setitem__": lambda self, row, array: rows.update({row: array.tobytes()})})()
+    schema.put(value, 0, 3, [keeper])
+    assert rows == {3: data}
+
+
+def test_text_that_is_no_utf_8_is_bad() -> None:
+    with pytest.raises(DataError, match="no UTF-8") as caught:
+        Schema.of(("a\udcff", 1), 4)
+    assert caught.value.code == "bad_sample"
+
+
+def widened(*samples: Any) -> tuple[Field, ...]:
+    schema = Schema.of(samples[0])
+    return schema.widened([schema.measure(sample, index) for index, sample in enumerate(samples)]).fields
+
+
+def test_arrays_of_one_or_two_dimensions_become_ragged_where_the_first_one_differs() -> None:
+    assert widened(np.zeros(3, "f4"), np.zeros(5, "f4")) == (Field("value", "float32", (), None, "ragged"),)
+    assert widened(torch.zeros(3, 4), torch.zeros(0, 4)) == (Field("value", "float32", (4,), None, "ragged"),)
+    assert widened(np.zeros(3), np.zeros(3)) == (Field("value", "float64", (3,)),)
+
+
+def test_pictures_numbers_and_what_differs_otherwise_never_become_ragged() -> None:
+    assert widened(Image.new("L", (4, 4)), Image.new("L", (4, 5)))[0].kind == "fixed"
+    assert widened(np.zeros((3, 4, 4)), np.zeros((2, 4, 4)))[0].kind == "fixed"
+    assert widened(np.zeros((3, 4)), np.zeros((3, 5)))[0].kind == "fixed"
+    assert widened(np.zeros(3, "f4"), np.zeros(4, "f8"))[0].kind == "fixed"
+    assert widened(1, np.zeros(3))[0].kind == "fixed"
+
+
+def test_a_first_array_without_elements_is_ragged() -> None:
+    assert Schema.of(np.zeros((0, 4))).fields == (Field("value", "float64", (4,), None, "ragged"),)
+
+
+@pytest.mark.parametrize("other", [np.zeros(3, "f8"), np.zeros((3, 1), "f4"), np.float32(3), "text", np.zeros((), "f4")])
+def test_a_row_that_does_not_fit_a_ragged_column_is_refused_with_both(other: Any) -> None:
+    schema = Schema.of(np.zeros(0, "f4"))
+    with pytest.raises(DataError, match="not float32 n"):
+        schema.put(other, 1, 0, [np.zeros(1)])
+
+
+def test_a_list_of_another_length_says_that_an_array_may_have_any() -> None:
+    schema = Schema.of([1, 2, 3])
+    with pytest.raises(DataError) as caught:
+        schema.measure([1, 2], 1)
+    assert "array" in caught.value.remedy
 
 
 FIRST = {"image": np.zeros((3, 4, 4), np.uint8), "label": 1}

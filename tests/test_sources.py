@@ -194,11 +194,10 @@ def test_no_samples_is_an_error() -> None:
 @pytest.mark.parametrize(
     ("source", "code"),
     [
-        ("imagefolder:/photos", "not_built"),
-        ("package.module:factory", "not_built"),
         ("MNIST", "bad_source"),
         ("/some/path", "bad_source"),
         ("s3://bucket/x", "bad_source"),
+        ("imagefolder", "bad_source"),
     ],
 )
 def test_other_kinds_are_refused_with_the_kinds_there_are(source: str, code: str) -> None:
@@ -260,5 +259,5 @@ def test_a_sample_that_fails_is_named_with_its_stage_and_cause(opening: Opening,
 
 def test_a_sample_that_cannot_be_read_is_named(opening: Opening) -> None:
     source = opening(spec("torchvision:FakeData", size=3))
-    with pytest.raises(DataError, match="Sample 9 failed at the stage read: IndexError: FakeData index out of range"):
+    with pytest.raises(DataError, match="Sample 9 failed at the stage open: IndexError: FakeData index out of range"):
         sources.read_sample(source, None, 9)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +16,9 @@ from hypothesis import strategies as st
 from dataserve.protocol import limits, manifest
 from dataserve.protocol.errors import DataError, DataserveError, MachineError, UserError
 from dataserve.server import store, writer
-from dataserve.server.writer import ChunkWriter, Field, Layout, StoreWriter
+from dataserve.server.journal import Chunk
+from dataserve.server.layout import Field, Layout
+from dataserve.server.writer import ChunkWriter, StoreWriter
 
 FIELDS = (Field("image", "uint8", (1, 4, 4), "image"), Field("score", "complex128", ()))
 ROWS = 10
@@ -30,20 +32,25 @@ def build(
     root: Path, name: str = "tiny", fingerprint: str = digits("a"), rows: int = ROWS, fill: int = 3
 ) -> store.Sealed:
     layout = Layout(rows, FIELDS)
-    build = StoreWriter(root, fingerprint, layout)
-    build.create()
-    images = np.full((rows, 1, 4, 4), fill, np.uint8)
-    scores = np.arange(rows, dtype="<c16")
-    chunks = ChunkWriter(build.folder, layout)
-    crcs = []
-    for chunk in range(layout.chunks):
-        start, stop = layout.span(chunk)
-        crcs.append(chunks.write(chunk, [images[start:stop], scores[start:stop]]))
-    chunks.close()
+    build = StoreWriter(root, fingerprint)
+    build.create(layout, {}).close()
+    columns = build.assemble(layout, fill_in(build, layout, range(layout.chunks or 0), fill), None)
     structure = {"tuple": [{"column": "image"}, {"column": "score"}]}
-    return build.seal(
-        manifest.Manifest(name, fingerprint, {"n": 1}, rows, layout.chunk_rows, structure, layout.columns(crcs))
-    )
+    return build.seal(manifest.Manifest(name, fingerprint, {"n": 1}, rows, layout.chunk_rows, structure, columns))
+
+
+def fill_in(build: StoreWriter, layout: Layout, order: Iterable[int], fill: int) -> list[Chunk]:
+    """Writes the chunks in that order; they come back in their own."""
+    writer = ChunkWriter(build.folder, layout)
+    chunks = []
+    for chunk in order:
+        start, stop = layout.span(chunk)
+        images, scores = writer.columns
+        images[: stop - start] = fill
+        scores[: stop - start] = np.arange(start, stop)
+        chunks.append(Chunk(chunk, stop - start, *writer.finish(chunk, stop - start)))
+    writer.close()
+    return sorted(chunks)
 
 
 @pytest.fixture
@@ -215,28 +222,23 @@ def test_two_fingerprints_with_the_same_first_digits_are_not_confused(root: Path
 
 
 def test_bytes_do_not_depend_on_the_order_of_the_chunks(root: Path) -> None:
-    rows = 200_000  # several chunks of 65,536 rows
-    layout = Layout(rows, (Field("x", "int32", ()),))
-    data = np.arange(rows, dtype="<i4")
-    images = []
-    for number, order in enumerate((range(layout.chunks), reversed(range(layout.chunks)))):
-        files = StoreWriter(root, digits(str(number)), layout)
-        files.create()
-        chunks = ChunkWriter(files.folder, layout)
-        for chunk in order:
-            chunks.write(chunk, [data[slice(*layout.span(chunk))]])
-        chunks.close()
-        images.append((files.folder / "x.npy").read_bytes())
+    layout = Layout(200_000, FIELDS)  # several chunks of 65,536 rows
+    assert layout.chunks == 4
+    scores = []
+    for number, order in enumerate(([0, 1, 2, 3], [3, 1, 0, 2])):
+        files = StoreWriter(root, digits(str(number)))
+        files.create(layout, {}).close()
+        columns = files.assemble(layout, fill_in(files, layout, order, 3), None)
+        scores.append((columns, (files.folder / "sealed" / "score.npy").read_bytes()))
         files.wipe()
-    assert layout.chunks > 2
-    assert images[0] == images[1]
+    assert scores[0] == scores[1]
 
 
 @given(rows=st.integers(1, 10**6), shape=st.lists(st.integers(1, 300), max_size=3))
 def test_chunks_cut_the_rows_without_gap_or_overlap(rows: int, shape: list[int]) -> None:
     layout = Layout(rows, (Field("x", "float32", tuple(shape)),))
     place = 0
-    for chunk in range(layout.chunks):
+    for chunk in range(layout.chunks or 0):
         start, stop = layout.span(chunk)
         assert start == place < stop
         place = stop
@@ -294,7 +296,9 @@ def test_a_store_that_does_not_fit_is_refused_before_a_file_is_made(small_disk: 
 def test_a_disk_that_fills_behind_our_back_is_an_error_with_need_and_free_and_no_leftovers(
     small_disk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(StoreWriter, "check_room", lambda self: (self.layout.size_bytes, 2**40))
+    free = store.free_bytes
+    answers = iter([2**40])  # the first look finds room
+    monkeypatch.setattr(store, "free_bytes", lambda path: next(answers, None) or free(path))
     with pytest.raises(MachineError, match=r"No space left.*\d+ bytes are needed, \d+ are free") as caught:
         build(small_disk, rows=100_000)
     assert caught.value.code == "no_space"

@@ -1,0 +1,75 @@
+"""The command line: `dataserve VERB ...`, or `python -m dataserve.server.cli VERB ...`.
+
+A verb is a row of the table in one of the command_*.py modules; nothing heavy is imported before it runs. A user's mistake is
+a sentence or two on stderr, never a traceback. Exit status: 0 ok, 1 failed, 2 usage, 3 no daemon, 4 bad samples.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+from dataserve.protocol.errors import DataserveError, MachineError
+from dataserve.protocol.messages import printable
+
+from . import command_list, command_prepare, command_start, command_status
+from .builders import BAD_SAMPLE_CODES
+from .command import EXIT_BAD_SAMPLES, EXIT_FAILED, EXIT_NO_DAEMON, EXIT_USAGE, Command
+from .fingerprint import installed
+
+COMMANDS: tuple[Command, ...] = (
+    *command_start.COMMANDS,
+    *command_prepare.COMMANDS,
+    *command_status.COMMANDS,
+    *command_list.COMMANDS,
+)
+
+_STATUS = {
+    **dict.fromkeys(("bad_option", "bad_config", "bad_name", "bad_address"), EXIT_USAGE),
+    **dict.fromkeys(("no_daemon", "silent_daemon"), EXIT_NO_DAEMON),
+    **dict.fromkeys(BAD_SAMPLE_CODES, EXIT_BAD_SAMPLES),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Do what the arguments say (`sys.argv` unless given); returns the exit status."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")  # a path may be no UTF-8, a terminal no Unicode
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    args = parser().parse_args(arguments, argparse.Namespace(argv=arguments))
+    try:
+        if not sys.platform.startswith("linux"):
+            raise MachineError("not_linux", f"dataserve needs Linux; this is {sys.platform}.", "Run it in a container.")
+        status: int = args.run(args)
+        sys.stdout.flush()
+    except DataserveError as error:
+        sys.stdout.flush()
+        print(f"dataserve: {printable(f'{error.text} {error.remedy}'.strip())} [{error.code}]", file=sys.stderr)
+        return _STATUS.get(error.code, EXIT_FAILED)
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # `dataserve list | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or Python's last flush would complain
+        return EXIT_FAILED
+    return status
+
+
+def parser() -> argparse.ArgumentParser:
+    """The parser of all verbs. Exits with 2 and a sentence on a wrong usage."""
+    top = argparse.ArgumentParser(
+        prog="dataserve", description="Prepare a data set once, serve it to any number of jobs.", allow_abbrev=False
+    )
+    top.add_argument("--version", action="version", version=f"dataserve {installed('dataserve') or 'unknown'}")
+    verbs = top.add_subparsers(metavar="VERB", required=True)
+    for command in COMMANDS:
+        sub = verbs.add_parser(command.name, help=command.help, description=command.help, allow_abbrev=False)
+        command.add(sub)
+        sub.set_defaults(run=command.run)
+    return top
+
+
+if __name__ == "__main__":
+    sys.exit(main())

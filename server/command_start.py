@@ -1,0 +1,148 @@
+"""`dataserve start`: the daemon in the foreground, or detached with its progress shown until all is ready."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+
+from dataserve.protocol import address
+from dataserve.protocol.errors import ServerError, UserError
+
+from .builders import Progress
+from .claim import claim
+from .command import EXIT_FAILED, EXIT_OK, Command, add_address, add_datasets, places, root, wanted
+from .command_status import Status, ask_status
+from .daemon import Order, serve
+from .display import Display
+from .store import make_root
+
+LOG = "daemon.log"  #: beside the socket
+LOOK_EACH_S = 0.2
+ANSWER_EACH_S = 0.02
+ANSWER_S = 30.0  #: a daemon that says nothing for so long, though its process is there, is not waited for
+RELAY_BYTES = 64 * 1024
+
+_STAMP = re.compile(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d ")  # display.Display's
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """Its arguments."""
+    add_datasets(parser)
+    add_address(parser)
+    parser.add_argument("--detach", action="store_true", help="in the background; returns when all is ready")
+    parser.add_argument("--no-progress", action="store_true", help="print no progress")
+    parser.add_argument("--no-wait", action="store_true", help="with --detach: return once the daemon answers")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Serve, or have it served."""
+    if args.no_wait and not args.detach:
+        raise UserError("bad_option", "--no-wait goes with --detach.", "Give both, or neither.")
+    config = wanted(args)
+    order = Order(config.specs, places(args, config.address), root(args, config.store), config.workers)
+    if not args.detach:
+        status = serve(order, Display(sys.stdout, stamped=True, bars=not args.no_progress))
+        if status:
+            print("dataserve: no data set could be prepared; the reasons stand above.", file=sys.stderr)
+        return status
+    # Claimed for a moment, so that what stands in the way is said here, and so that the log is not another daemon's.
+    claimed = claim(order.addresses)
+    claimed.release()
+    make_root(order.store_root)
+    return _Detached(args.argv, claimed.address).run(wait=not args.no_wait)
+
+
+class _Detached:
+    """A daemon in a session of its own, and this process, which watches it: its log is relayed, its progress shown."""
+
+    def __init__(self, argv: Sequence[str], where: str) -> None:
+        verb, *rest = (word for word in argv if word not in ("--detach", "--no-wait"))
+        program = [sys.executable, "-P", "-m", "dataserve.server.cli"]
+        self._where = where
+        self._display = Display(sys.stdout)
+        self._log_path = os.path.join(os.path.dirname(address.socket_path(where)), LOG)
+        flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
+        self._log = os.open(self._log_path, flags, 0o600)
+        self._read = 0
+        self._process = subprocess.Popen(
+            [*program, verb, "--no-progress", "--address", where, *rest],
+            stdin=subprocess.DEVNULL,
+            stdout=self._log,
+            stderr=self._log,
+            start_new_session=True,
+        )
+
+    def run(self, *, wait: bool) -> int:
+        """Until it answers, or with `wait` until all data sets are ready or have failed. Returns the exit status."""
+        try:
+            status = self._await_answer()
+            while wait and status is not None and any(row["state"] == "preparing" for row in status["datasets"]):
+                self._show_progress(status)
+                time.sleep(LOOK_EACH_S)
+                status = self._await_answer()
+            return self._report(status, wait=wait)
+        except KeyboardInterrupt:
+            self._display.close()
+            self._display.line(f"The daemon, pid {self._process.pid}, goes on. End it with: dataserve stop")
+            raise
+        finally:
+            self._display.close()
+            os.close(self._log)
+
+    def _await_answer(self) -> Status | None:
+        """Its status; None where it has ended. Raises `silent_daemon`."""
+        deadline = time.monotonic() + ANSWER_S
+        while self._process.poll() is None:
+            try:
+                status = ask_status([self._where], LOOK_EACH_S)
+                if status["pid"] == self._process.pid:
+                    self._relay()
+                    return status
+            except ServerError:
+                pass  # not yet there, or it has just ended
+            if time.monotonic() > deadline:
+                text = f"The daemon, pid {self._process.pid}, has not answered at {self._where} for {ANSWER_S:.0f} s."
+                raise ServerError("silent_daemon", text, f"See {self._log_path}.")
+            time.sleep(ANSWER_EACH_S)
+        return None
+
+    def _report(self, status: Status | None, *, wait: bool) -> int:
+        """The last words, and the exit status."""
+        failed = [row["name"] for row in status["datasets"] if row["state"] == "failed"] if status else []
+        if wait and status and failed and len(failed) == len(status["datasets"]):
+            with contextlib.suppress(subprocess.TimeoutExpired):  # it ends by itself, with the status that fits
+                self._process.wait(ANSWER_S)
+        self._relay()
+        if self._process.poll() is not None:
+            print(f"dataserve: the daemon has ended; its log is {self._log_path}", file=sys.stderr)
+            return self._process.returncode or EXIT_FAILED
+        if wait and failed:
+            text = f"dataserve: {', '.join(failed)} could not be prepared; the daemon serves the others."
+            print(f"{text} Its log is {self._log_path}", file=sys.stderr)
+            return EXIT_FAILED
+        self._display.line(f"The daemon goes on, pid {self._process.pid}; its log is {self._log_path}")
+        return EXIT_OK
+
+    def _show_progress(self, status: Status) -> None:
+        for row in status["datasets"]:
+            if row["state"] == "preparing" and row["done"]:
+                self._display.progress(row["name"], Progress("", row["done"], row["total"], None, row["eta_s"]))
+
+    def _relay(self) -> None:
+        """Whole lines that the log has grown by, without their times."""
+        while piece := os.pread(self._log, RELAY_BYTES, self._read):
+            whole = piece.rpartition(b"\n")[0]
+            if not whole:
+                return
+            self._read += len(whole) + 1
+            for line in whole.decode(errors="backslashreplace").split("\n"):
+                self._display.line(_STAMP.sub("", line))
+
+
+COMMANDS = (Command("start", "prepare and serve", add, run),)
