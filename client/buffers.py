@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 PAGE_BYTES = 4096
 BIG_BYTES = 64 * 1024  #: from here on a block begins on a page
+SLACK = 4  #: a big block is not lent for less than this part of it
 
 
 class _Lease:
@@ -56,6 +57,34 @@ class Pool:
         except IndexError:
             block = _block(self.size_bytes)
         return np.asarray(_Lease(block, self._free, shape, kind.str))
+
+
+class VaryingPool:
+    """Blocks for batches that differ in size: each is an eighth too large at most, so that the next batch fits it too.
+
+    A block is lent again where it is large enough, and no more than `SLACK` times as large as that if it is big: one
+    outlier's block does not stay for ever. What does not fit is given back to the system.
+    """
+
+    def __init__(self, kept: int = 4) -> None:
+        self._free: deque[npt.NDArray[np.uint8]] = deque(maxlen=kept)
+
+    def lease(self, size_bytes: int) -> npt.NDArray[np.uint8]:
+        """Writable bytes of undefined content, `(size_bytes,)`."""
+        block = None
+        try:
+            block = self._free.pop()
+        except IndexError:
+            pass
+        if block is None or not size_bytes <= len(block) <= max(BIG_BYTES, SLACK * size_bytes):
+            block = _block(_rounded(size_bytes))
+        return np.asarray(_Lease(block, self._free, (size_bytes,), "|u1"))
+
+
+def _rounded(size_bytes: int) -> int:
+    """The next size of four significant bits: at most an eighth more."""
+    step = 1 << max(0, size_bytes.bit_length() - 4)
+    return -(-size_bytes // step) * step
 
 
 def _block(size_bytes: int) -> npt.NDArray[np.uint8]:

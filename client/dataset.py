@@ -15,7 +15,6 @@ from torch.utils.data import IterableDataset
 from dataserve.protocol import address as addresses
 from dataserve.protocol import limits
 from dataserve.protocol.errors import UserError
-from dataserve.protocol.manifest import leaves
 from dataserve.protocol.messages import Open
 from dataserve.protocol.partition import Cursor, Partition
 from dataserve.protocol.plan import Plan
@@ -44,9 +43,11 @@ class ServedDataset(IterableDataset[Any]):
     - `batch_size`: rows of one rank in one step. `last`: `even` (all ranks have equally many batches), `drop`, `short`.
     - `job`: the run's name, the same for all its ranks; else `$DATASERVE_JOB`, else made up where there is one rank.
     - `seed`, `shuffle`: the order of each epoch, a pure function of (rows, seed, epoch).
-    - `dtype`, `normalize=(mean, std)` on the 0 to 1 scale or `{"column": (mean, std)}`, `columns`: gather.py has their rules.
-    - `transform(batch)` or `transform(batch, info)`, on the caller's thread with torch's generator seeded by (seed, epoch, position);
-      one with a parameter `generator` is given one of its own instead.
+    - `dtype`, `normalize=(mean, std)` on the 0 to 1 scale or `{"column": (mean, std)}`, `columns`: outputs.py has their rules.
+    - `ragged`: rows that differ in length come as `list` (text as str, bytes as bytes), `flat` (`Flat`: values, offsets) or `padded`
+      (`Padded`: values, mask, lengths); `{"column": form}` says it by column. Flat and padded text is its UTF-8.
+    - `transform(batch)` or `transform(batch, info)`, on the caller's thread with the global generators of torch, numpy and `random`
+      seeded by (seed, epoch, position); one with a parameter `generator` is given one of its own instead.
     - `prefetch`: batches drawn ahead by a thread; by default 0 for batches under 1 MB, else 2.
     - `info=True` yields `(batch, Info)`.
     - `address`, `store`: where the daemon listens, and where its store is seen from here, if not at its own path.
@@ -72,6 +73,7 @@ class ServedDataset(IterableDataset[Any]):
         normalize: Any = None,
         transform: Callable[..., Any] | None = None,
         columns: str | list[str] | tuple[str, ...] | None = None,
+        ragged: str | Mapping[str, str] = "list",
         prefetch: int | None = None,
         info: bool = False,
         address: str | None = None,
@@ -92,6 +94,7 @@ class ServedDataset(IterableDataset[Any]):
             normalize=normalize,
             transform=transform,
             columns=columns,
+            ragged=ragged,
             prefetch=prefetch,
             info=info,
             address=address,
@@ -114,15 +117,12 @@ class ServedDataset(IterableDataset[Any]):
         """What is made anew in each process: the maps, and the state of iterations."""
         chosen = self._options
         self._store = mapping.Store(self._path, self._store_id)
-        known = self._store.manifest
-        structure = gather.select(known.structure, chosen.columns, known)
-        used = [known.column(column) for column in leaves(structure)]
-        self._columns = tuple(column.name for column in used)
-        leaving = gather.outputs(used, chosen.dtype, chosen.normalize)
-        self._gatherer = gather.Gatherer(self._store, structure, leaving, min(chosen.batch_size, known.rows))
-        self._plan = Plan("shuffled", known.rows, chosen.seed) if chosen.shuffle else Plan("sequential", known.rows)
+        rows = self._store.manifest.rows
+        self._gatherer = gather.make(self._store, chosen)
+        self._plan = Plan("shuffled", rows, chosen.seed) if chosen.shuffle else Plan("sequential", rows)
         self._takes = (False, False) if chosen.transform is None else options.signature(chosen.transform)
         self._link: transport.Link | None = None
+        self._upcoming: order.Upcoming | None = None
         self._run: Run | None = None
         self._iterator: weakref.ref[BatchIterator] | None = None
         _living.add(self)
@@ -142,7 +142,7 @@ class ServedDataset(IterableDataset[Any]):
     @property
     def columns(self) -> tuple[str, ...]:
         """Names of the columns in a batch, in the order of its structure."""
-        return self._columns
+        return self._gatherer.columns
 
     @property
     def classes(self) -> tuple[str, ...] | None:
@@ -200,7 +200,7 @@ class ServedDataset(IterableDataset[Any]):
     def __repr__(self) -> str:
         here = self._world or world.resolve(self._options.rank, self._options.world_size, os.environ)
         return (
-            f"ServedDataset({self._name!r}, rows={self.rows}, columns={list(self._columns)}, batch_size={self.batch_size}, "
+            f"ServedDataset({self._name!r}, rows={self.rows}, columns={list(self.columns)}, batch_size={self.batch_size}, "
             f"job={self._job!r}, rank={here.rank} of {here.size}, {self._plan.kind}, seed={self.seed}, epoch={self.epoch})"
         )
 
@@ -231,22 +231,25 @@ class ServedDataset(IterableDataset[Any]):
         opened = self._opening(here, cursor, worker, workers)
         iteration = Iteration(next(_iterations), opened, self._partition(here, cursor.position))
         run = Run(iteration, self._epochs.times, measures=not in_worker)
-        draw = self._drawing(iteration, run) if iteration.total else None
+        lasts = not in_worker or self._run is not None  # a worker that iterates again is persistent
+        draw = self._drawing(iteration, run, lasts) if iteration.total else None
         prefetch = self._options.prefetch
         if prefetch is None:
             small = self._gatherer.size_bytes(self.batch_size) < options.SMALL_BATCH_BYTES
             prefetch = 0 if in_worker or small else 2
         finish = Finish(self._options, self._takes, cursor.epoch)
-        iterator = BatchIterator(draw, run, prefetch, finish, self._gatherer.size_bytes if in_worker else None)
+        iterator = BatchIterator(draw, run, prefetch, finish, passes_on=in_worker)
         self._run, self._iterator = run, weakref.ref(iterator)
         return iterator
 
-    def _drawing(self, iteration: Iteration, run: Run) -> Draw:
+    def _drawing(self, iteration: Iteration, run: Run, lasts: bool) -> Draw:
         """Registers the iteration; the order is made while the daemon answers."""
         first = not self._epochs.opened and not self._epochs.alone
         link = self._usable_link()
         leave = link.begin(iteration, run.progress)
-        epoch_order = order.of(self._plan, iteration.open.epoch, addresses.orders_path(self._address))
+        epoch, folder = iteration.open.epoch, addresses.orders_path(self._address)
+        epoch_order = order.of(self._plan, epoch, folder)
+        self._upcoming = order.Upcoming(self._plan, epoch + 1, folder, lasts=lasts)  # the older one's is `epoch_order`
         link.await_registration(leave, self._options.timeout_s, first=first)
         return Draw(
             iteration,
@@ -256,6 +259,7 @@ class ServedDataset(IterableDataset[Any]):
             link,
             leave,
             self._options.timeout_s,
+            self._upcoming.start,
             with_info=self._options.info or self._takes[0],
         )
 
@@ -337,16 +341,10 @@ class ServedDataset(IterableDataset[Any]):
 
     def _cursor(self, here: World, batches: int | None) -> Cursor:
         self._settle()
-        latest = self._epochs.latest()
-        run = self._run
-        if latest is None:
-            upcoming = self._epochs.next()
-            return (
-                self._partition(here, upcoming.position).cursor(upcoming.epoch, here.rank, batches)
-                if batches
-                else upcoming
-            )
-        cursor, in_workers = latest
+        latest, run = self._epochs.latest(), self._run
+        if latest is None and batches is None:
+            return self._epochs.next()
+        cursor, in_workers = latest or (self._epochs.next(), False)
         if batches is not None:
             return self._partition(here, cursor.position).cursor(cursor.epoch, here.rank, batches)
         if in_workers or run is None:

@@ -12,7 +12,7 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -94,9 +94,11 @@ class Draw:
         link: Link,
         leave: Leave,
         timeout_s: float,
+        near_end: Callable[[], None],
         *,
         with_info: bool,
     ) -> None:
+        """`near_end` is called when half of the batches are drawn and no more than a window of them is left."""
         self.total = iteration.total
         self.timeout_s = timeout_s
         self._iteration = iteration
@@ -105,11 +107,15 @@ class Draw:
         self._seed = seed
         self._link = link
         self._leave = leave
+        self._near_end = near_end
+        self._near_end_at = max(self.total // 2, self.total - limits.WINDOW_BATCHES)
         self._with_info = with_info
 
     def __call__(self, index: int) -> Drawn:
         """Batch `index` of this consumer, once the daemon has granted it or has not answered in time."""
         self._link.admit(self._leave, index, self.timeout_s)
+        if index == self._near_end_at:
+            self._near_end()
         opened = self._iteration.open
         place = self._iteration.partition.worker_batch(opened.rank, opened.worker, opened.workers, index)
         if self._order is None:
@@ -225,15 +231,16 @@ class BatchIterator(Iterator[Any]):
         run: Run,
         prefetch: int,
         finish: Callable[[Drawn], Any],
-        passed_bytes: Callable[[int], int] | None,
+        *,
+        passes_on: bool,
     ) -> None:
-        """`finish` makes of a drawn batch what the loop gets; `passed_bytes(rows)`: what a loader worker has to pass on."""
+        """`finish` makes of a drawn batch what the loop gets; `passes_on`: this is a loader worker, which sends it on."""
         self._pid = os.getpid()
         self._draw = draw
         self._run = run
         self._total = 0 if draw is None else draw.total
         self._finish = finish
-        self._passed_bytes = passed_bytes
+        self._passes_on = passes_on
         self._last_s: float | None = None
         self._ahead = Ahead(draw, prefetch) if draw is not None and prefetch and self._total else None
 
@@ -248,9 +255,9 @@ class BatchIterator(Iterator[Any]):
             run.busy_s += asked_s - self._last_s
         assert self._draw is not None
         drawn = self._draw(run.given) if self._ahead is None else self._ahead.take(run.given)
-        if self._passed_bytes is not None:
-            _require_shared_memory(self._passed_bytes(drawn.place.stop - drawn.place.start))
         result = self._finish(drawn)
+        if self._passes_on:
+            _require_shared_memory(_tensor_bytes(result))
         run.given += 1
         run.samples += drawn.place.valid
         self._last_s = time.perf_counter()
@@ -283,6 +290,17 @@ class BatchIterator(Iterator[Any]):
     def __del__(self) -> None:
         if self.__dict__.get("_pid") == os.getpid():
             self.close()
+
+
+def _tensor_bytes(batch: Any) -> int:
+    """Bytes of the tensors in a batch, nested in tuples, lists and dicts."""
+    if isinstance(batch, torch.Tensor):
+        return batch.nbytes
+    if isinstance(batch, Mapping):
+        batch = batch.values()
+    elif not isinstance(batch, tuple | list):
+        return 0
+    return sum(_tensor_bytes(item) for item in batch)
 
 
 def _require_shared_memory(needed_bytes: int) -> None:

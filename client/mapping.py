@@ -6,7 +6,7 @@ import mmap
 import os
 import stat
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -17,9 +17,18 @@ from dataserve.protocol.manifest import Manifest
 
 _REMEDY = "Run `dataserve verify NAME`; if the store is damaged, remove it and prepare the data again."
 
+OFFSETS_SLICE = 1 << 20  #: offsets are checked so many at a time
+
+
+class Ragged(NamedTuple):
+    """A ragged column: row i is `values[offsets[i]:offsets[i + 1]]`. Values `(elements, *shape)`, offsets int64 `(rows + 1,)`."""
+
+    values: npt.NDArray[Any]
+    offsets: npt.NDArray[np.int64]
+
 
 class Store:
-    """A mapped store: its manifest, and its fixed columns on demand as read-only arrays `(rows, *shape)`."""
+    """A mapped store: its manifest, and its columns on demand as read-only arrays. bfloat16 comes as its bits, uint16."""
 
     def __init__(self, path: str, wanted_id: str) -> None:
         """Read the manifest in the folder `path`. Raises `no_access`, `bad_store`, `store_mismatch`."""
@@ -34,14 +43,40 @@ class Store:
             )
         self.manifest: Manifest = manifest.parse(data)
         self._columns: dict[str, npt.NDArray[Any]] = {}
+        self._ragged: dict[str, Ragged] = {}
 
     def column(self, name: str) -> npt.NDArray[Any]:
-        """The rows of a fixed column; bfloat16 comes as its bits, uint16. Raises `bad_store`, `no_access`."""
+        """The rows of a fixed column, `(rows, *shape)`. Raises `bad_store`, `no_access`."""
         if name not in self._columns:
             column = self.manifest.column(name)
             part = column.parts[0]
             self._columns[name] = map_npy(os.path.join(self.path, part.file), column.dtype, (part.rows, *column.shape))
         return self._columns[name]
+
+    def ragged(self, name: str) -> Ragged:
+        """A ragged column; its offsets are looked through, once. Raises `bad_store`, `no_access`."""
+        if name not in self._ragged:
+            column = self.manifest.column(name)
+            values, ends = column.parts[0], column.offsets[0]
+            path = os.path.join(self.path, ends.file)
+            offsets = map_npy(path, "int64", (ends.rows,))
+            _check_offsets(path, offsets, values.rows)
+            mapped = map_npy(os.path.join(self.path, values.file), column.dtype, (values.rows, *column.shape))
+            self._ragged[name] = Ragged(mapped, offsets)
+        return self._ragged[name]
+
+
+def _check_offsets(path: str, offsets: npt.NDArray[np.int64], elements: int) -> None:
+    """Raises `bad_store` for offsets by which a row would lie outside the values."""
+    if (offsets[0], offsets[-1]) != (0, elements):
+        text = f"{path} leads from {offsets[0]} to {offsets[-1]}, not from 0 to {elements}."
+        raise DataError("bad_store", text, _REMEDY)
+    for start in range(0, len(offsets) - 1, OFFSETS_SLICE):
+        part = offsets[start : start + OFFSETS_SLICE + 1]
+        falling = part[1:] < part[:-1]
+        if falling.any():
+            text = f"{path} falls behind row {start + int(falling.argmax())}."
+            raise DataError("bad_store", text, _REMEDY)
 
 
 def locate(described: str, seen_from_here: str | None) -> str:

@@ -36,6 +36,7 @@ class Options:
     normalize: Any
     transform: Callable[..., Any] | None
     columns: str | tuple[str, ...] | None
+    ragged: Any
     prefetch: int | None
     info: bool
     address: str | None
@@ -58,6 +59,7 @@ def check(
     normalize: object,
     transform: object,
     columns: object,
+    ragged: object,
     prefetch: object,
     info: object,
     address: object,
@@ -84,6 +86,7 @@ def check(
         normalize,
         transform,
         _columns(columns),
+        ragged,
         None if prefetch is None else integer("prefetch", prefetch, 0, PREFETCH),
         _flag("info", info),
         None if address is None else normalise(_text("address", address)),

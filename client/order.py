@@ -8,6 +8,7 @@ there makes its own. The file is content-addressed by what defines it, so that n
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import secrets
 import stat
@@ -24,6 +25,9 @@ from dataserve.protocol.manifest import npy_header
 from dataserve.protocol.plan import Plan
 
 from .mapping import map_npy
+
+AHEAD_ROWS = 1 << 17  #: some milliseconds of sorting
+log = logging.getLogger("dataserve")
 
 Order = npt.NDArray[np.uint32]
 
@@ -46,6 +50,38 @@ def of(plan: Plan, epoch: int, folder: str | None, shared_rows: int = limits.ORD
             order = _shared(plan, epoch, folder) if shared and folder is not None else _own(plan, epoch)
             _orders[key] = order
         return order
+
+
+class Upcoming:
+    """The order of the next epoch, made near the end of this one, so that no loop waits between the two.
+
+    By a thread of its own, from `AHEAD_ROWS` rows on: a smaller one is there in the time that a thread takes to start. A process
+    that will hardly live to use it (`lasts` false) makes it only where it is a file for all. What is here is held until the
+    epoch begins, and from then on by its iteration alone.
+    """
+
+    def __init__(
+        self, plan: Plan, epoch: int, folder: str, shared_rows: int = limits.ORDER_SHARED_ROWS, *, lasts: bool = True
+    ) -> None:
+        self._wanted = (
+            plan.kind != "sequential"
+            and plan.n >= (AHEAD_ROWS if lasts else shared_rows + 1)
+            and epoch < limits.EPOCH  # behind the last one there is none
+        )
+        self._arguments = plan, epoch, folder, shared_rows
+        self._order: Order | None = None
+
+    def start(self) -> None:
+        """Have it made; waits for nothing, and does nothing when repeated."""
+        if self._wanted:
+            self._wanted = False
+            threading.Thread(target=self._make, name="dataserve-order", daemon=True).start()
+
+    def _make(self) -> None:
+        try:
+            self._order = of(*self._arguments)
+        except Exception as error:  # noqa: BLE001 - whoever needs the order makes it then, and sees the error
+            log.debug("dataserve: the next epoch's order was not made: %s: %s", type(error).__name__, error)
 
 
 def _renew_lock() -> None:

@@ -6,13 +6,25 @@ Each error travels the wire as `error` and is built again on the other side by `
 
 from __future__ import annotations
 
+import re
+
+_TAIL = re.compile(r" ?\[([a-z_]+)\]$", re.MULTILINE)
+
 
 class DataserveError(Exception):
-    """Base of all errors of dataserve. `str()` gives the text, then the remedy."""
+    """Base of all errors of dataserve. `str()` gives the text, then the remedy, then the code in brackets.
+
+    One is also made of such a string alone, or of a text that ends in one: a `DataLoader` re-creates its worker's error
+    from a printed traceback. Then the remedy is part of the text, and what stood around it is a note.
+    """
 
     blame = "nobody"
 
-    def __init__(self, code: str, text: str, remedy: str = "", *, retryable: bool = False) -> None:
+    def __init__(self, code: str, text: str | None = None, remedy: str = "", *, retryable: bool = False) -> None:
+        if text is None:
+            code, text, around = _parsed(type(self), code)
+            for note in around:
+                self.add_note(note)
         assert CODES.get(code) == type(self).blame, f"{code} is not listed under {type(self).blame}"
         super().__init__(code, text, remedy, retryable)
         self.code = code
@@ -109,6 +121,17 @@ CODES: dict[str, str] = {
     "worker_died": "machine",
     "stuck": "machine",
 }
+
+
+def _parsed(kind: type[DataserveError], printed: str) -> tuple[str, str, list[str]]:
+    """(code, text, notes) of what `str()` or a traceback gives of an error of that class."""
+    codes = [found for found in _TAIL.finditer(printed) if CODES.get(found[1]) == kind.blame]
+    assert codes, f"{printed!r} ends in no code of {kind.blame}"
+    before, after = printed[: codes[-1].start()], printed[codes[-1].end() :]
+    head, _, text = before.rpartition(f"{kind.__module__}.{kind.__qualname__}: ")
+    where = head.partition("\n")[0]  # "Caught UserError in DataLoader worker process 0."
+    return codes[-1][1], text, [note for note in (where, after.strip()) if note]
+
 
 _BY_BLAME: dict[str, type[DataserveError]] = {
     kind.blame: kind for kind in (UserError, DataError, ServerError, PeerError, MachineError)

@@ -33,6 +33,12 @@ from .plain import code_text, plain
 
 SHOWN_CHARS = 120  #: of a value; the digest covers all of it
 DEPTH = 40
+VALUES = 20_000  #: that are followed; a graph beyond that is not seen to its end
+_OWNER = "\0"  #: stands for the name of the object whose state is being read
+#: Modules whose objects shape no row: what they hold is the process's.
+_INERT = frozenset(
+    ("logging", "_thread", "threading", "weakref", "_weakref", "contextvars", "_contextvars", "warnings")
+)
 #: Ways in which code reads what is written nowhere in it.
 _READERS = frozenset(
     """open eval exec compile __import__ globals environ getenv import_module
@@ -87,6 +93,7 @@ class _Reader:
     def __init__(self, package: str) -> None:
         self.found = CodePrint()
         self._package = package
+        self._left = VALUES
         self._seen: dict[int, tuple[str, Any]] = {}  # by id: where first, and the object, so that no id is used twice
 
     def visit(self, value: Any, name: str, depth: int) -> None:
@@ -104,16 +111,17 @@ class _Reader:
         if isinstance(value, types.ModuleType):
             self.module(value.__name__)
         elif id(value) in self._seen:
-            self._note(name, f"the same as {self._seen[id(value)][0]}")
-        elif depth > DEPTH:
-            self.found.not_seen.add(f"{name}, nested deeper than {DEPTH}")
+            self._note(name, f"the same as {self._seen[id(value)][0]}".replace(_OWNER, "it"))
+        elif depth > DEPTH or self._left <= 0:
+            self.found.not_seen.add(f"{name}, beyond {DEPTH} levels or {VALUES} values")
         else:
             self._seen[id(value)] = name, value
+            self._left -= 1
             self._complex(value, name, depth + 1)
 
     def _complex(self, value: Any, name: str, depth: int) -> None:
-        if isinstance(value, staticmethod | classmethod):
-            self.visit(value.__func__, name, depth)
+        if isinstance(value, staticmethod | classmethod | functools._lru_cache_wrapper):
+            self.visit(value.__wrapped__, name, depth)
         elif isinstance(value, types.MethodType):
             self.visit(value.__func__, name, depth)
             self.visit(value.__self__, f"object of {name}", depth)
@@ -220,44 +228,42 @@ class _Reader:
 
     def _instance(self, value: Any, name: str, depth: int) -> None:
         kind = type(value)
-        if self.is_own(kind.__module__):
-            self.visit(kind, f"type of {name}", depth)
-        else:
-            self.found.libraries.add(kind.__module__.partition(".")[0])
+        library = kind.__module__.partition(".")[0]
+        what = f"{kind.__module__}.{kind.__qualname__}"
+        if library in _INERT:
+            self._note(name, what)
+            return
         fields = _attributes(value)
         if fields is None:
-            self.found.not_seen.add(f"{name}: a {kind.__module__}.{kind.__qualname__}")
+            self.found.not_seen.add(f"{name}: a {what}")
             return
-        steps = fields.pop("transforms", None)
-        if steps is None and isinstance(modules := fields.get("_modules"), dict) and modules:
-            steps = list(fields.pop("_modules").values())
-        self._note(name, f"{kind.__module__}.{kind.__qualname__}", shown=_repr(value, steps is not None))
-        if isinstance(steps, list | tuple):
-            for place, step in enumerate(steps, 1):
-                self._step(step, f"step {place} of {name}", depth)
-        elif steps is not None:
-            fields["transforms"] = steps
-        for attribute, item in fields.items():
-            self.visit(item, f"attribute {attribute} of {name}", depth)
+        steps = _take_steps(fields)
+        for place, step in enumerate(steps, 1):
+            self.visit(step, f"step {place} of {name}", depth)
+        shown = kind.__name__ if steps else _repr(value)
+        if self.is_own(kind.__module__):
+            self.visit(kind, f"type of {name}", depth)
+            self._note(name, what, shown)
+            for attribute, item in fields.items():
+                self.visit(item, f"attribute {attribute} of {name}", depth)
+        else:
+            self.found.libraries.add(library)
+            self._note(name, f"{what} {self._state(fields, name, depth)}", shown)
 
-    def _step(self, step: Any, name: str, depth: int) -> None:
-        """A step of a Compose: one item that shows it as it prints itself, so that a change reads as one."""
-        fields = _attributes(step)
-        nested = fields is not None and ("transforms" in fields or fields.get("_modules"))
-        if fields is None or nested or isinstance(step, types.FunctionType | type | functools.partial):
-            self.visit(step, name, depth)
-            return
+    def _state(self, fields: Mapping[str, Any], name: str, depth: int) -> str:
+        """The attributes of a library's object as one text, so that a change of it reads as one: what it shows of itself
+        is all that people need. The operator's own code that is found there has its own items."""
         inner = _Reader(self._package)
-        inner._seen = self._seen
-        inner.visit(step, "step", depth)
-        inner.found.items.pop("step", None)
-        mine = {key: item for key, item in inner.found.items.items() if key.endswith(" of step")}
-        state = repr((type(step).__module__, type(step).__qualname__, sorted(mine.items())))
-        self._note(name, state, shown=_repr(step, False))
+        inner._seen, inner._left = self._seen, self._left
+        for attribute, item in fields.items():
+            inner.visit(item, f"{attribute} of {_OWNER}", depth)
+        self._left = inner._left
+        mine = {key: item for key, item in inner.found.items.items() if _OWNER in key}
         self.found.items.update({key: item for key, item in inner.found.items.items() if key not in mine})
-        self.found.not_seen |= {text.replace("step", name, 1) for text in inner.found.not_seen}
+        self.found.not_seen |= {text.replace(_OWNER, name) for text in inner.found.not_seen}
         self.found.files.update(inner.found.files)
         self.found.libraries |= inner.found.libraries
+        return repr(sorted(mine.items()))
 
     def _named(self, code: types.CodeType, scope: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
         """(label, value) of each global that this code or one nested in it names, attributes of own modules and classes
@@ -340,10 +346,20 @@ def _slots(kind: type) -> tuple[str, ...]:
     return tuple(name for name in names if name not in ("__dict__", "__weakref__") and not name.startswith("__"))
 
 
-def _repr(value: Any, composed: bool) -> str:
-    """How an instance prints itself, on one line, where that says more than an address; a Compose shows its steps."""
-    if composed:
-        return type(value).__name__
+def _take_steps(fields: dict[str, Any]) -> list[Any]:
+    """Takes the steps of a Compose, or of a torch container, out of an instance's attributes."""
+    steps = fields.get("transforms")
+    if isinstance(steps, list | tuple):
+        del fields["transforms"]
+        return list(steps)
+    if isinstance(modules := fields.get("_modules"), dict) and modules:
+        del fields["_modules"]
+        return list(modules.values())
+    return []
+
+
+def _repr(value: Any) -> str:
+    """How an instance prints itself, on one line, where that says more than an address."""
     try:
         text = " ".join(repr(value).split())
     except Exception:  # noqa: BLE001 - the operator's code may raise anything

@@ -64,9 +64,10 @@ def _run(order: Order, claimed: Claim, root: Path, stop_fd: int, display: Displa
 
     def settled() -> None:
         display.close()
-        for text in _serving(builders, claimed.address):
+        ready = [spec.name for spec in order.specs if spec.name in builders.ready]
+        for text in _serving(ready, claimed.address):
             display.line(text)
-        if not builders.ready:
+        if not ready:
             signal.alarm(FAREWELL_S)
 
     builders = Builders(order.specs, root, order.workers, display.line, display.progress, settled)
@@ -84,14 +85,14 @@ def _run(order: Order, claimed: Claim, root: Path, stop_fd: int, display: Displa
     return 0 if builders.ready else builders.exit_status
 
 
-def _serving(builders: Builders, where: str) -> Iterator[str]:
+def _serving(ready: Sequence[str], where: str) -> Iterator[str]:
     """What the operator reads once all data sets are sealed or have failed."""
-    if not builders.ready:
+    if not ready:
         yield f"There is nothing to serve: the daemon ends in {FAREWELL_S} s."
         return
-    yield f"Serving {', '.join(sorted(builders.ready))} at {where}. In Python:"
+    yield f"Serving {', '.join(ready)} at {where}. In Python:"
     yield "    from dataserve.client import ServedDataset"
-    yield f"    data = ServedDataset({min(builders.ready)!r}, batch_size=256)"
+    yield f"    data = ServedDataset({ready[0]!r}, batch_size=256)"
 
 
 def is_running(pid: int, start_time: int) -> bool:

@@ -7,13 +7,14 @@ reader. A command is a verb, words and `name=value` pairs; the verbs are the met
 from __future__ import annotations
 
 import re
+import shlex
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from dataserve.client import session
-from dataserve.client.session import Iteration, Permit, Progress, Refuse, Send, Session, Warn
-from dataserve.protocol import codec
+from dataserve.client import events
+from dataserve.client.events import Iteration, Permit, Progress, Refuse, Send, Warn
+from dataserve.client.session import Session
 from dataserve.protocol.codec import decode_reply, decode_request, encode_reply, encode_request
 from dataserve.protocol.messages import (
     REPLIES,
@@ -46,32 +47,30 @@ from dataserve.server.events import (
 )
 
 ROWS = 100
-STORE_ID = "a" * 64
-LETTERS = {"a" * 64: "A", "b" * 64: "B"}
+POLL_S = 0.001  #: the thread wakes so much after what is due: poll() counts milliseconds
 
 
-def run(stage: Engines | Talks | Systems, text: str) -> str:
+def run(stage: object, text: str) -> str:
     """The file with the output that its commands have now."""
-    blocks = [block for block in re.split(r"\n\n+", text.strip())]
-    return "\n\n".join(_block(stage, block) for block in blocks) + "\n"
+    return "\n\n".join(_block(stage, block) for block in re.split(r"\n\n+", text.strip())) + "\n"
 
 
-def _block(stage: Any, block: str) -> str:
-    lines = block.split("\n----")[0].splitlines()
+def _block(stage: object, block: str) -> str:
+    lines = block.partition("\n----")[0].splitlines()
     commands = [line for line in lines if not line.startswith("#")]
     if not commands:
         return "\n".join(lines)
     output: list[str] = []
     for command in commands:
         words, named = [], {}
-        for part in command.split():
+        for part in shlex.split(command):
             name, equals, value = part.partition("=")
             if equals:
                 named[name] = int(value) if value.isdecimal() else value
             else:
                 words.append(part)
         output += getattr(stage, f"do_{words[0]}")(*words[1:], **named)
-    return "\n".join([*lines, "----", *output])
+    return "\n".join([*lines, "----", *map(_shortened, output)])
 
 
 def scenarios(folder: Path) -> list[Path]:
@@ -114,17 +113,25 @@ def said(message: Message) -> str:
         return f"ranges stream={message.stream} epoch={message.epoch} first={message.first} [{ranges}]{' end' * message.end}"
     if isinstance(message, Hello):
         return f"hello pid={message.pid}"
+    if isinstance(message, Open):
+        return (
+            f"open {message.job} by {_short(message.instance)}: rank {message.rank} of {message.world_size}, worker "
+            f"{message.worker} of {message.workers}, {message.batch_size} rows, at {message.epoch}:{message.position}"
+        )
     hidden = {"dataset", "digest", "wait_s", "busy_s", "server", "version"}
-    words = [f"{item.name}={_short(getattr(message, item.name))}" for item in fields(message) if item.name not in hidden]
+    words = [
+        f"{item.name}={_short(getattr(message, item.name))}" for item in fields(message) if item.name not in hidden
+    ]
     return " ".join([message.KIND, *words])
 
 
 def _short(value: Any) -> str:
-    if isinstance(value, bytes):
-        return value.decode().strip()
-    if isinstance(value, dict):
-        return f"seed{value['seed']}"
-    return LETTERS.get(value, str(value)) if isinstance(value, str) else str(value)
+    return value.decode().strip() if isinstance(value, bytes) else str(value)
+
+
+def _shortened(line: str) -> str:
+    """A line with its store ids as letters."""
+    return re.sub("a{64}|b{64}", lambda found: found[0][0].upper(), line)
 
 
 def _message(kinds: dict[str, type[Message]], kind: str, named: dict[str, Any]) -> Message:
@@ -224,14 +231,14 @@ class Talks:
     """`session_*.txt`: one object's session, and a daemon that answers as told. Each line has its time."""
 
     def __init__(self) -> None:
-        self.session = Session(Hello((1,), 10, 1, "here", 5), window=4)
+        self.session = Session(Hello((1,), 10, 1, "here", 5), window=4, timeout_s=3.0)
         self.now = 0.0
         self.boot = b"1" * 16
         self.iteration: Iteration | None = None
         self.progress = Progress()
         self.sent: dict[str, tuple[int, Message]] = {}
 
-    def take(self, event: session.Event) -> list[str]:
+    def take(self, event: events.Event) -> list[str]:
         """What the session does about an event."""
         lines = []
         before = self.session.state
@@ -258,12 +265,12 @@ class Talks:
         message = opening(**named)
         partition = Partition(ROWS, message.batch_size, message.world_size, message.last, message.position)
         self.iteration, self.progress = Iteration(number, message, partition), Progress()
-        return self.take(session.Begun(self.iteration))
+        return self.take(events.Begun(self.iteration))
 
     def do_ask(self, batch: str) -> list[str]:
         """The loop has come to that batch."""
         assert self.iteration is not None
-        return self.take(session.Asked(self.iteration.number, int(batch)))
+        return self.take(events.Asked(self.iteration.number, int(batch)))
 
     def do_given(self, batches: str) -> list[str]:
         """The loop has been given so many."""
@@ -272,11 +279,11 @@ class Talks:
 
     def do_finish(self) -> list[str]:
         """The loop has ended."""
-        return self.take(session.Finished(self.progress))
+        return self.take(events.Finished(self.progress))
 
     def do_close(self) -> list[str]:
         """The object is gone."""
-        return self.take(session.Closed())
+        return self.take(events.Closed())
 
     def do_boot(self, letter: str) -> list[str]:
         """Another daemon answers from here on."""
@@ -294,20 +301,20 @@ class Talks:
             end = request.first + len(own) >= it.total
             message: Message = Ranges(request.stream, request.epoch, request.first, shifted, end)
         elif kind == "error":
-            named = {"text": "It is so.", "remedy": "", "retryable": False} | named
-            message = Error(**named | {"retryable": named["retryable"] == "yes"})
+            text, retryable = named.get("text", "It is so."), named.get("retryable") == "yes"
+            message = Error(named["code"], text, "", retryable)
         else:
             named = {"version": 1, "server": "x"} if kind == "welcome" else named
             message = _message(REPLIES, kind, named)
         frame = encode_reply(identifier if id is None else id, self.boot, message)
-        return self.take(session.Replied(decode_reply(frame)))
+        return self.take(events.Replied(decode_reply(frame)))
 
     def do_wait(self, seconds: str) -> list[str]:
         """Time passes; the thread wakes when the session has something due."""
         end, lines = self.now + float(seconds), list[str]()
         while (due := self.session.next_due()) is not None and due <= end:
-            self.now = max(self.now, due)
-            lines += self.take(session.Ticked(self.progress))
+            self.now = max(self.now, due) + POLL_S
+            lines += self.take(events.Ticked(self.progress))
         self.now = end
         return lines
 
@@ -316,128 +323,3 @@ def permitted(permit: Permit) -> str:
     """What a loop may do, in words."""
     state = "contested" if permit.contested else "registered" if permit.registered else "wait"
     return f"#{permit.number} {state}, granted {permit.granted}, ask at {permit.ask_at}"
-
-
-# --- both -----------------------------------------------------------------------------------------------------------
-
-
-class Client(Talks):
-    """A session with a name, whose frames go to a daemon."""
-
-    def __init__(self, name: str, pid: int, outbox: list[tuple[Client, Send]]) -> None:
-        super().__init__()
-        self.name = name
-        self.peer = f"{name}1"
-        self.session = Session(Hello((1,), pid, 1, "here", 5), window=4, timeout_s=3.0)
-        self._outbox = outbox
-
-    def carry(self, effect: Send) -> None:
-        """Into the socket, or nowhere where nobody listens."""
-        self._outbox.append((self, effect))
-
-
-class Systems:
-    """`system_*.txt`: clients with names and a daemon on one wire without delay. `>` and `<` are what passes on it; the
-    daemon may be dead, and replies may be kept back or lost."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-        self.engine = Engines()
-        self.up = True
-        self.boots = 1
-        self.clients: dict[str, Client] = {}
-        self.outbox: list[tuple[Client, Send]] = []
-        self.replies = "arrive"  # or `are lost`, or `are late`
-        self.late: list[tuple[Client, bytes]] = []
-
-    def do_client(self, name: str, pid: int) -> list[str]:
-        """A process with one data set object."""
-        self.clients[name] = Client(name, pid, self.outbox)
-        return []
-
-    def do_kill_daemon(self) -> list[str]:
-        """SIGKILL: what it knew is gone."""
-        self.up = False
-        return []
-
-    def do_start_daemon(self, store: str = "A") -> list[str]:
-        """A new process, with a new boot id; every connection has another identity there."""
-        self.up, self.boots = True, self.boots + 1
-        self.engine.do_restart(store)
-        for client in self.clients.values():
-            client.peer = f"{client.name}{self.boots}"
-        return []
-
-    def do_kill_client(self, name: str) -> list[str]:
-        """SIGKILL."""
-        client = self.clients.pop(name)
-        return self.engine.do_dies(client.session.hello.pid)
-
-    def do_replies(self, *fate: str) -> list[str]:
-        """From here on they `arrive`, `are lost`, or `are late` until they arrive again."""
-        self.replies = " ".join(fate)
-        late, self.late = (self.late, []) if self.replies == "arrive" else ([], self.late)
-        return [line for client, frame in late for line in self._deliver(client, frame)]
-
-    def do_at(self, name: str, verb: str, *words: str, **named: Any) -> list[str]:
-        """A client does what session scenarios have verbs for."""
-        client = self.clients[name]
-        client.now = self.now
-        return self._with_name(client, getattr(client, f"do_{verb}")(*words, **named)) + self._carry()
-
-    def do_wait(self, seconds: str) -> list[str]:
-        """Time passes: every client wakes when it has something due."""
-        end, lines = self.now + float(seconds), list[str]()
-        while True:
-            dues = [(client.session.next_due() or end + 1, name) for name, client in sorted(self.clients.items())]
-            due, name = min(dues, default=(end + 1, ""))
-            if due > end:
-                break
-            self.now = max(self.now, due)
-            client = self.clients[name]
-            client.now = self.now
-            lines += self._with_name(client, client.take(session.Ticked(client.progress))) + self._carry()
-        self.now = end
-        return lines
-
-    def do_status(self) -> list[str]:
-        """Who is registered."""
-        return self.engine.do_status()
-
-    def _carry(self) -> list[str]:
-        lines = []
-        while self.outbox:
-            client, sent = self.outbox.pop(0)
-            if not self.up or not client.session.awaits(sent.id):
-                continue
-            self.engine.now = self.now
-            request = decode_request(encode_request(sent.id, sent.message))
-            for effect in self._effects(RequestArrived(client.peer.encode(), request.id, request.message)):
-                frame = encode_reply(effect.id, b"%d" % self.boots * 16, effect.message)
-                if self.replies == "arrive":
-                    lines += self._deliver(client, frame)
-                elif self.replies == "are late":
-                    self.late.append((client, frame))
-        return lines
-
-    def _effects(self, event: Event) -> list[Reply]:
-        replies: list[Reply] = []
-        for effect in self.engine.engine.handle(event, self.now):
-            if isinstance(effect, ProbeProcess):
-                replies += self._effects(ProcessProbed(*effect, effect.pid not in self.engine.dead))
-            elif isinstance(effect, Reply):
-                replies.append(effect)
-        self.engine.engine.validate()
-        return replies
-
-    def _deliver(self, client: Client, frame: bytes) -> list[str]:
-        reply = decode_reply(frame)
-        client.now = self.now
-        heard = f"{self.now:6.2f} < #{reply.id} {said(reply.message)}"
-        return self._with_name(client, [heard, *client.take(session.Replied(reply))])
-
-    def _with_name(self, client: Client, lines: list[str]) -> list[str]:
-        """Leave out the beats: they say nothing."""
-        beats = {identifier for kind, (identifier, _) in client.sent.items() if kind == "beat"}
-        shown = [line for line in lines if "beat stream" not in line and not any(f"< #{one} ok" in line for one in beats)]
-        return [f"{client.name} {line}" for line in shown]

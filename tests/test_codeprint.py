@@ -82,6 +82,22 @@ class Options:
 options = Options()
 def optional(sample):
     return options.width
+import logging, threading
+LOG = logging.getLogger(__name__)
+LOCK = threading.Lock()
+@functools.cache
+def weight(sample):
+    return 3
+def wrapped(function):
+    @functools.wraps(function)
+    def inner(sample):
+        return function(sample)
+    return inner
+@wrapped
+def decorated(sample):
+    LOG.info("one")
+    with LOCK:
+        return weight(sample) + 4
 """,
 }
 
@@ -185,6 +201,17 @@ def test_what_it_reads_is_not_seen_and_said(printed: Printer) -> None:
     assert any("open()" in text for text in found)
     assert any("os.environ" in text for text in found)
     assert printed("simple").not_seen == set()
+
+
+def test_loggers_and_locks_are_the_processs_own_and_not_followed(printed: Printer) -> None:
+    found = printed("decorated")
+    assert found.not_seen == set()
+    assert len(found.items) < 15
+
+
+def test_a_graph_without_end_is_not_seen_to_its_end_and_said(printed: Printer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(codeprint, "VALUES", 5)
+    assert any("beyond" in text for text in printed("called").not_seen)
 
 
 def test_the_files_of_the_package_are_known_and_no_librarys(printed: Printer) -> None:

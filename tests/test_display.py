@@ -65,7 +65,7 @@ def test_a_plain_table_is_aligned_with_numbers_to_the_right() -> None:
         "NAME       ROWS",
         "a        60,000",
         "longer        -",
-        "�[31m x        2",
+        "�[31m x       2",
     ]
 
 

@@ -18,8 +18,8 @@ MODULES = sorted(path for side in SIDES for path in (CHECKOUT / side).glob("*.py
 PROTOCOL = "version limits errors checks messages codec manifest plan partition address"
 PURE = {
     *(f"protocol/{name}" for name in PROTOCOL.split()),
-    *(f"server/{name}" for name in ("events", "engine", "service")),
-    "client/session",
+    *(f"server/{name}" for name in ("events", "engine", "service", "catalog", "registry", "metrics")),
+    *(f"client/{name}" for name in ("events", "session")),
 }
 #: All that a pure module may import: nothing here has a clock, a socket, a file or a thread.
 PURE_IMPORTS = set(

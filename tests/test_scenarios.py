@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from .stage import Engines, Systems, Talks, run, scenarios
+from .stage import Engines, Talks, run, scenarios
+from .stage_systems import Systems
 
 FOLDER = Path(__file__).parent / "scenarios"
-STAGES = {"engine": Engines, "session": Talks, "system": Systems}
+STAGES: dict[str, type] = {"engine": Engines, "session": Talks, "system": Systems}
 
 
 @pytest.mark.parametrize("path", scenarios(FOLDER), ids=lambda path: path.stem)

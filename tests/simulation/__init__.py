@@ -6,6 +6,7 @@ A seed decides everything: who runs, what breaks and when. What a seed does is i
 - `network`: sockets that lose, delay, repeat and reorder frames, and connections that break
 - `daemon`: the real `Service` around the real `Engine`; it is killed, frozen, stopped and started with a new boot id
 - `shell`: the real `Session` in a model of `client/transport.py`
+- `drawing`: batches on their way from a session's leave to a loop, ahead of it or in step
 - `ledger`: what a job was given, against an order and a count that share no code with the product
 - `jobs`: training runs of ranks and loader workers, with their checkpoints, crashes and resumptions
 - `faults`: which faults a seed has, and their injection

@@ -33,7 +33,9 @@ def main() -> int:
         total += summary.counts + Counter(steps=summary.steps, seconds=round(summary.seconds))
         if stop - first == 1:
             print(f"trace {summary.digest}")
-    print(f"{stop - first} seeds in {time.perf_counter() - began:.1f} s, {len(failed)} failed{': ' * bool(failed)}{failed or ''}")
+    print(
+        f"{stop - first} seeds in {time.perf_counter() - began:.1f} s, {len(failed)} failed{': ' * bool(failed)}{failed or ''}"
+    )
     print("  ".join(f"{name}={count}" for name, count in sorted(total.items())))
     return 1 if failed else 0
 

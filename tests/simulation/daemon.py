@@ -34,8 +34,30 @@ class Store:
         return DatasetSealed(self.name, f"/store/{self.name}", self.store_id, "f" * 64, self.rows, 1, ("image",))
 
 
+class Children:
+    """The `Service`'s builders: they say what they are told to say."""
+
+    def __init__(self) -> None:
+        self.news: list[Event] = []
+
+    def start(self) -> None:
+        """Nothing to prepare."""
+
+    def descriptors(self) -> set[int]:
+        """Their pipe."""
+        return {CHILD_FD}
+
+    def collect(self) -> list[Event]:
+        """What they have said."""
+        news, self.news = self.news, []
+        return news
+
+    def close(self) -> None:
+        """Nothing to end."""
+
+
 class Daemon:
-    """A daemon that lives, dies, freezes and lives again. It is the `Service`'s hub and its children too."""
+    """A daemon that lives, dies, freezes and lives again. It is the `Service`'s hub; `Children` are its builders."""
 
     def __init__(self, timeline: Timeline, stores: Sequence[Store], probe: Callable[[int, int], bool]) -> None:
         self.timeline = timeline
@@ -50,7 +72,7 @@ class Daemon:
         self._probe = probe
         self._service: Service | None = None
         self._frames: list[tuple[bytes, bytes]] = []
-        self._news: list[Event] = []
+        self._children = Children()
         self._answers: list[bytes] = []
         self._next_tick = 0.0
 
@@ -66,7 +88,7 @@ class Daemon:
         about = About("0.1", 1, "ipc:///run/d.sock", "/store", HOST, NAMESPACE)
         self.engine = Engine([store.name for store in stores], about, self.timeline.now)
         self._service = Service(
-            self.engine, self, self, self._probe, lambda: self.timeline.now, boot, -1, self._log
+            self.engine, self, self._children, self._probe, lambda: self.timeline.now, boot, -1, self._log
         )
         self._next_tick = self.timeline.now
         self.timeline.after(0.0, self._tick, self.starts)
@@ -81,7 +103,8 @@ class Daemon:
             self.frozen = False
             self.failing.clear()
             self._confirming.clear()
-            self._frames, self._news = [], []
+            self._frames = []
+            self._children.news.clear()
             self.network.daemon_ended()
 
     def freeze(self, seconds: float) -> None:
@@ -138,7 +161,7 @@ class Daemon:
             pages, page = answer.pages, page + 1
         return rows
 
-    # --- HubLike and BuildersLike -----------------------------------------------------------------------------------
+    # --- HubLike ----------------------------------------------------------------------------------------------------
 
     def register(self, descriptor: int) -> None:
         """Nothing to watch: frames and news wake it."""
@@ -148,7 +171,7 @@ class Daemon:
     def poll(self, _timeout_s: float) -> tuple[list[tuple[bytes, bytes]], set[int]]:
         """What has come; the waiting is the time line's."""
         frames, self._frames = self._frames, []
-        return frames, {CHILD_FD} if self._news else set()
+        return frames, {CHILD_FD} if self._children.news else set()
 
     def send(self, peer: bytes, frame: bytes) -> bool:
         """A reply."""
@@ -157,18 +180,6 @@ class Daemon:
             return True
         self.timeline.tell(f"{peer.decode()} < {describe(decode_reply(frame).message)}")
         return self.network.send_reply(peer, frame)
-
-    def descriptors(self) -> set[int]:
-        """The children's pipe."""
-        return {CHILD_FD}
-
-    def collect(self) -> list[Event]:
-        """What the children said."""
-        news, self._news = self._news, []
-        return news
-
-    def close(self) -> None:
-        """No children to end."""
 
     # --- its loop ---------------------------------------------------------------------------------------------------
 
@@ -187,7 +198,7 @@ class Daemon:
             return
         if isinstance(event, ConfirmationEnded):
             (self._confirming.discard if event.text is None else self.failing.add)(event.name)
-        self._news.append(event)
+        self._children.news.append(event)
         self._turn(start)
 
     def _tick(self, start: int) -> None:

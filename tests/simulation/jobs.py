@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from dataserve.client import state
-from dataserve.client.session import Iteration, Progress
+from dataserve.client.events import Iteration
 from dataserve.protocol.errors import DataserveError
 from dataserve.protocol.messages import Open
-from dataserve.protocol.partition import Cursor, Partition, Range
+from dataserve.protocol.partition import Cursor, Partition
 from dataserve.protocol.plan import Plan
 
 from .clock import FaultError, Loop, Process, Task, Timeline, Until
 from .daemon import Daemon, Store
+from .drawing import FOREVER_S, PREFETCH, Drawn, Shelf
 from .ledger import Ledger
 from .shell import Link, Page, RefusedError, Watch
 
-FOREVER_S = 1e9  #: a wait that others end
 NUMBERS = 1_000_000  #: the iterations of a run are numbered from a multiple of it
-PREFETCH = 2  #: batches that a thread or a loader worker is ahead
 
 
 class Shape(NamedTuple):
@@ -281,7 +279,7 @@ class Rank:
             shelves, drawn = self._start_workers(spell, partition), None
         else:
             self._own = self._own or self._link(self.process)
-            drawn = Drawn(self, self._own, self._iteration(spell, partition, 0, 1))
+            drawn = Drawn(self.process, self._own, self._iteration(spell, partition, 0, 1))
             shelves = [drawn.shelf]
             if partition.count(self.rank):
                 yield from drawn.begin(lambda: self.given)
@@ -365,7 +363,7 @@ class Rank:
             self._workers = [self._worker() for _ in range(spell.workers)]
         shelves = []
         for worker, link in enumerate(self._workers):
-            drawn = Drawn(self, link, self._iteration(spell, partition, worker, spell.workers))
+            drawn = Drawn(self.process, link, self._iteration(spell, partition, worker, spell.workers))
             shelves.append(drawn.shelf)
             Task(link.process, self._guarded(drawn.work()))
         return shelves
@@ -383,83 +381,3 @@ class Rank:
             delay_s, graceful = random.uniform(0.0, 0.2), random.random() < 0.5
             self.run.job.site.timeline.after(delay_s, self.run.end_process, link.process, graceful)
         self._workers = []
-
-
-class Shelf:
-    """Batches that were drawn and not yet taken. `changed` pokes those who wait for it."""
-
-    def __init__(self, changed: Callable[[], None]) -> None:
-        self.places: list[Range] = []
-        self.stopped = False
-        self._changed = changed
-
-    def put(self, place: Range) -> None:
-        """One more."""
-        self.places.append(place)
-        self._changed()
-
-    def take(self) -> Range:
-        """The next."""
-        place = self.places.pop(0)
-        self._changed()
-        return place
-
-    def stop(self) -> None:
-        """No more are wanted."""
-        self.stopped = True
-        self._changed()
-
-
-class Drawn:
-    """One iteration as one process draws it: client/iterator.py's `Draw`, `Ahead` and `BatchIterator`."""
-
-    def __init__(self, rank: Rank, link: Link, iteration: Iteration) -> None:
-        self.shelf = Shelf(self._poke)
-        self._rank = rank
-        self._link = link
-        self._iteration = iteration
-        self._given: Callable[[], int] = lambda: self._produced
-        self._produced = 0
-        self._leave = link.leave
-
-    def _poke(self) -> None:
-        self._rank.process.poke()
-        self._link.process.poke()
-
-    def _progress(self) -> Progress:
-        given = self._given()
-        return Progress(given, given)
-
-    def begin(self, given: Callable[[], int] | None = None) -> Loop:
-        """Register; `given` says how many batches the loop has, if it is not this process that counts them."""
-        page = self._rank.page
-        self._given = given or self._given
-        first = not page.opened and not page.alone
-        self._leave = self._link.begin(self._iteration, self._progress)
-        yield from self._link.await_registration(self._leave, first=first)
-
-    def draw(self, index: int) -> Loop:
-        """Put batch `index` on the shelf."""
-        yield from self._link.admit(self._leave, index)
-        opened = self._iteration.open
-        self.shelf.put(self._iteration.partition.worker_batch(opened.rank, opened.worker, opened.workers, index))
-        self._produced += 1
-
-    def draw_all(self, depth: int) -> Loop:
-        """Put all on the shelf, at most so many before they are taken."""
-        for index in range(self._iteration.total):
-            yield Until(lambda: self.shelf.stopped or len(self.shelf.places) < depth, FOREVER_S)
-            if self.shelf.stopped:
-                return
-            yield from self.draw(index)
-
-    def work(self) -> Loop:
-        """A loader worker's part."""
-        if self._iteration.total:
-            yield from self.begin()
-            yield from self.draw_all(PREFETCH)
-            self.finish()
-
-    def finish(self) -> None:
-        """Drawn to the end, or broken off."""
-        self._link.finish(self._leave, self._progress())

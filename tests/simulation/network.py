@@ -62,7 +62,9 @@ class Network:
     """All wires, and the daemon's end of them: `arrived(peer, frame)` is called for each frame, `accepts()` says whether
     anybody listens."""
 
-    def __init__(self, timeline: Timeline, arrived: Callable[[bytes, bytes], None], accepts: Callable[[], bool]) -> None:
+    def __init__(
+        self, timeline: Timeline, arrived: Callable[[bytes, bytes], None], accepts: Callable[[], bool]
+    ) -> None:
         self.weather = Weather()
         self.frames = 0
         self.breaks = 0

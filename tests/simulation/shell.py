@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 
-from dataserve.client import session
-from dataserve.client.session import Iteration, Permit, Progress, Refuse, Send, Session, Warn
+from dataserve.client import events
+from dataserve.client.events import Iteration, Permit, Progress, Refuse, Send, Warn
+from dataserve.client.session import Session
 from dataserve.protocol import codec, limits
 from dataserve.protocol.errors import DataserveError
 from dataserve.protocol.messages import Hello
@@ -62,7 +63,9 @@ class Watch:
 class Link:
     """One process's conversation for one object: the loop's side, and the thread's."""
 
-    def __init__(self, process: Process, network: Network, page: Page, window: int, timeout_s: float, watch: Watch):
+    def __init__(
+        self, process: Process, network: Network, page: Page, window: int, timeout_s: float, watch: Watch
+    ) -> None:
         hello = Hello((1,), process.pid, process.start_time, process.host, process.pid_namespace)
         self.process = process
         self.page = page
@@ -76,7 +79,7 @@ class Link:
         self._owed: float | None = None  # since when the daemon owes an answer, as the process has seen time pass
         self._watch = watch
         self._network = network
-        self._events: list[session.Event] = []
+        self._events: list[events.Event] = []
         self._outbox: dict[int, bytes] = {}
         self._wake_at = 0.0
         self._spins = 0
@@ -91,7 +94,7 @@ class Link:
         """Register an iteration."""
         self.iteration, self.running = iteration, True
         self.leave, self.progress = Leave(iteration.number), progress
-        self._post(session.Begun(iteration))
+        self._post(events.Begun(iteration))
         return self.leave
 
     def await_registration(self, leave: Leave, *, first: bool) -> Loop:
@@ -107,14 +110,12 @@ class Link:
         """Wait until batch `index` may be drawn."""
         self._check(leave)
         if index >= leave.ask_at:
-            self._post(session.Asked(leave.number, index))
+            self._post(events.Asked(leave.number, index))
         if index < leave.granted:
             return
         began = self.process.awake()
         silent_s = 0.0 if self._owed is None else began - self._owed
-        yield Until(
-            lambda: leave.error is not None or index < leave.granted or leave.contested, limits.GRANT_WAIT_S
-        )
+        yield Until(lambda: leave.error is not None or index < leave.granted or leave.contested, limits.GRANT_WAIT_S)
         self._judge_wait(self.process.awake() - began, silent_s)
         self._check(leave)
         yield from self._outlast_contest(leave)
@@ -144,20 +145,20 @@ class Link:
         """The iteration is over."""
         if leave is self.leave and not self.closed:
             self.running = False
-            self._post(session.Finished(progress))
+            self._post(events.Finished(progress))
 
     def close(self) -> None:
         """The object is gone; the thread says goodbye."""
         if not self.closed:
             self._step()
-            self._handle(session.Closed())
+            self._handle(events.Closed())
             self._flush()
             self.closed = True
             self._wire.close()
 
     # --- the thread's side ------------------------------------------------------------------------------------------
 
-    def _post(self, event: session.Event) -> None:
+    def _post(self, event: events.Event) -> None:
         self._events.append(event)
         self._nudge()
 
@@ -178,15 +179,15 @@ class Link:
         """What has happened; then, perhaps after the loop's thread had a turn, what is due and what can be sent."""
         if self.closed:
             return
-        events, self._events = self._events, []
-        for event in events:
+        happened, self._events = self._events, []
+        for event in happened:
             self._handle(event)
         for frame in self._wire.take():
             reply = codec.decode_reply(frame)
             awaited = self.session.awaits(reply.id)
             if awaited:
                 self._owed, self._silence_told = None, False
-            self._handle(session.Replied(reply))
+            self._handle(events.Replied(reply))
             if awaited and self._owed is None and self.session._pending:
                 self._owed = self.process.awake()
         random = self.process.timeline.random
@@ -198,7 +199,7 @@ class Link:
     def _finish_step(self) -> None:
         if self.closed:
             return
-        self._handle(session.Ticked(self.progress()))
+        self._handle(events.Ticked(self.progress()))
         self._flush()
         due = self.session.next_due()
         left_s = limits.SILENT_S if due is None else due - self.process.timeline.now
@@ -209,7 +210,7 @@ class Link:
             raise FaultError(f"{len(self.session._pending)} requests wait for their replies: {self.session}")
         self._wake_in(0.0 if self._events else max(0, int(left_s * 1000)) / 1000 + 0.001)
 
-    def _handle(self, event: session.Event) -> None:
+    def _handle(self, event: events.Event) -> None:
         for effect in self.session.handle(event, self.process.timeline.now):
             if isinstance(effect, Send):
                 frame = codec.encode_request(effect.id, effect.message)

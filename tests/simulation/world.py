@@ -17,7 +17,7 @@ from .shell import Link
 SETTLE_S = 6.0  #: from the last fault until all loops have drawn on
 HEAL_S = SETTLE_S + limits.DEAD_S + 15.0  #: by then the daemon knows everybody: a dead one elsewhere takes DEAD_S
 CHURN_S = 3 * limits.BEAT_S + 0.5  #: so long nobody may register anew
-FAST_S = 0.1
+SLOW_S, FAST_S = 0.4, 0.15  #: how long a step takes while the daemon learns of everybody, and when it knows
 
 CONSUMERS_A_JOB = 3  #: on the average
 
@@ -42,7 +42,7 @@ class World:
         self.timeline = Timeline(seed)
         random = self.timeline.random
         stores = [Store(f"set{number}", f"{number}" * 64, random.choice((7, 30, 64, 100, 333))) for number in (0, 1)]
-        self.site = Site(self.timeline, Daemon(self.timeline, stores, lambda *process: self.site.is_alive(*process)))
+        self.site = Site(self.timeline, Daemon(self.timeline, stores, self._probe))
         self.site.daemon.start(stores, 0.01)
         jobs = random.randint(1, 4) if clients is None else max(1, clients // CONSUMERS_A_JOB)
         for number in range(jobs):
@@ -51,6 +51,9 @@ class World:
         for job in self.site.jobs:
             self.timeline.after(random.uniform(0.0, 2.0), job.launch)
         self.faults = Faults(self.site, stores)
+
+    def _probe(self, pid: int, start_time: int) -> bool:
+        return self.site.is_alive(pid, start_time)
 
     def run(self, steps: int) -> Summary:
         """So many steps under fire, then the quiet end. Raises `FaultError` with the story, and how to replay it."""
@@ -67,7 +70,7 @@ class World:
     def _end_quietly(self) -> None:
         site = self.site
         self.faults.heal()
-        site.pace_s = FAST_S
+        site.pace_s = SLOW_S
         self._pass(SETTLE_S)
         site.frozen = True
         deadline = self.timeline.now + HEAL_S - SETTLE_S
@@ -75,7 +78,7 @@ class World:
             if self.timeline.now > deadline:
                 raise FaultError(f"{HEAL_S:.0f} s after the last fault the daemon has it wrong: {difference}")
             self._pass(0.5)
-        site.watch.quiet, site.frozen = True, False
+        site.watch.quiet, site.frozen, site.pace_s = True, False, FAST_S
         self._pass(3.0)
         site.frozen = True
         self._pass(2.0)
@@ -96,7 +99,9 @@ class World:
     def _difference(self) -> str:
         """Between who runs and who is registered, by `status`; nothing where they are the same."""
         running = [link for job in self.site.jobs if job.run is not None for link in job.run.links() if link.running]
-        resting = [link for link in self.site.watch.links if link.process.alive and not link.running and not link.closed]
+        resting = [
+            link for link in self.site.watch.links if link.process.alive and not link.running and not link.closed
+        ]
         wanted = {self._row(link) for link in running}
         missing_jobs = [job.name for job in self.site.jobs if job.run is None and not job.guest]
         found = {_known(row) for row in self.site.daemon.status()}
