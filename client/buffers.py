@@ -71,12 +71,11 @@ class VaryingPool:
 
     def lease(self, size_bytes: int) -> npt.NDArray[np.uint8]:
         """Writable bytes of undefined content, `(size_bytes,)`."""
-        block = None
         try:
             block = self._free.pop()
         except IndexError:
-            pass
-        if block is None or not size_bytes <= len(block) <= max(BIG_BYTES, SLACK * size_bytes):
+            block = _block(_rounded(size_bytes))
+        if not size_bytes <= len(block) <= max(BIG_BYTES, SLACK * size_bytes):
             block = _block(_rounded(size_bytes))
         return np.asarray(_Lease(block, self._free, (size_bytes,), "|u1"))
 

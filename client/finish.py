@@ -8,8 +8,8 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import numpy as np
 import torch
+from numpy.random import MT19937, mtrand
 
 from dataserve.protocol import plan as plans
 
@@ -27,7 +27,7 @@ class Finish:
         self._with_info = chosen.info
         self._takes_info, self._takes_generator = takes
         self._epoch = epoch
-        self._bits = np.random.MT19937(0)  # numpy's global generator draws from it during a transform
+        self._bits = MT19937(0)  # numpy's global generator draws from it during a transform
 
     def __call__(self, drawn: Drawn) -> Any:
         """The batch, or (batch, info)."""
@@ -50,22 +50,22 @@ class Finish:
 
 
 @contextlib.contextmanager
-def _seeded(seed: int, bits: np.random.MT19937) -> Iterator[None]:
+def _seeded(seed: int, bits: MT19937) -> Iterator[None]:
     """The global generators of torch, numpy and `random`, seeded inside and as they were afterwards; some 25 µs.
 
     numpy's is given other bits to draw from: a copy of its state alone takes 50 µs. Of what it had before, only the second
     half of a pair of normal numbers is lost, which its `randn` may have kept.
     """
-    theirs, kept = np.random.get_bit_generator(), random.getstate()
+    theirs, kept = mtrand.get_bit_generator(), random.getstate()
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)  # torch.manual_seed would reach for CUDA
         try:
-            np.random.set_bit_generator(bits)
-            np.random.seed(seed % 2**32)
+            mtrand.set_bit_generator(bits)
+            mtrand.seed(seed % 2**32)
             random.seed(seed)
             yield
         finally:
-            np.random.set_bit_generator(theirs)
+            mtrand.set_bit_generator(theirs)
             random.setstate(kept)
 
 

@@ -112,7 +112,7 @@ def _forms(columns: Sequence[Column], ragged: object) -> dict[str, str]:
     if ragged is None:
         return forms
     kinds = {column.name: column.kind for column in columns}
-    named = dict(ragged) if isinstance(ragged, Mapping) else dict.fromkeys(forms, ragged)
+    named: dict[str, Any] = dict(ragged) if isinstance(ragged, Mapping) else dict.fromkeys(forms, ragged)
     for name, form in named.items():
         if name not in kinds:
             raise UserError("unknown_column", f"ragged names {name!r}.", f"There are: {', '.join(kinds)}.")

@@ -6,7 +6,7 @@ short. A list's tensors are views of that buffer and keep it; text and bytes are
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, SupportsIndex
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -44,33 +44,6 @@ class Padded(NamedTuple):
     lengths: torch.Tensor
 
 
-class Rows(list[torch.Tensor]):
-    """A list of tensors. To another process it goes as one: torch would pass on a descriptor for each, of which a
-    process may have some thousand only."""
-
-    def __copy__(self) -> Rows:
-        return Rows(self)
-
-    def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
-        if not self or not all(_alike(item, self[0]) for item in self):  # a transform has put something else here
-            return (list, (list(self),))
-        return (_split, (torch.cat(tuple(self)), torch.tensor([len(item) for item in self])))
-
-
-def _alike(item: object, first: torch.Tensor) -> bool:
-    """Whether both can be put one behind the other, and be told apart again."""
-    return (
-        type(item) is type(first) is torch.Tensor
-        and item.dim() > 0
-        and (item.dtype, item.shape[1:], item.device) == (first.dtype, first.shape[1:], first.device)
-        and not item.requires_grad
-    )
-
-
-def _split(values: torch.Tensor, lengths: torch.Tensor) -> Rows:
-    return Rows(values.split(lengths.tolist()))
-
-
 class RaggedColumn:
     """Gives rows in the form of its output, from any thread. Memory: what a batch needs; once more while it is
     converted or padded."""
@@ -101,10 +74,11 @@ class RaggedColumn:
         flat = self._flat(starts, offsets)
         if form == "flat":
             return Flat(flat, torch.from_numpy(offsets))
-        return self._padded(flat, np.diff(offsets)) if form == "padded" else Rows(flat.split(np.diff(offsets).tolist()))
+        lengths = torch.from_numpy(np.diff(offsets))
+        return self._padded(flat, lengths) if form == "padded" else list(flat.split_with_sizes(lengths.tolist()))
 
     def _texts(self, starts: npt.NDArray[np.int64], stops: npt.NDArray[np.int64], as_text: bool) -> list[Any]:
-        view = memoryview(self._values)
+        view = self._values.data
         spans = zip(starts.tolist(), stops.tolist(), strict=True)
         if not as_text:
             return [bytes(view[start:stop]) for start, stop in spans]
@@ -130,16 +104,15 @@ class RaggedColumn:
         output.convert(stored, result)
         return result
 
-    def _padded(self, flat: torch.Tensor, lengths: npt.NDArray[np.int64]) -> Padded:
-        longest = int(lengths.max())
-        mask = np.arange(longest) < lengths[:, None]
+    def _padded(self, flat: torch.Tensor, lengths: torch.Tensor) -> Padded:
+        mask = np.arange(int(lengths.max())) < lengths.numpy()[:, None]
         leased = self._pool.lease(mask.size * self._output.item_bytes)
         leased.fill(0)
         # As opaque items of their size: numpy is ten times as fast with a mask of whole items.
         item = np.dtype((np.void, self._output.item_bytes))
         leased.view(item).reshape(mask.shape)[mask] = flat.view(-1).view(torch.uint8).numpy().view(item)
         values = torch.from_numpy(leased).view(flat.dtype).reshape(*mask.shape, *flat.shape[1:])
-        return Padded(values, torch.from_numpy(mask), torch.from_numpy(lengths))
+        return Padded(values, torch.from_numpy(mask), lengths)
 
 
 def copy_rows(

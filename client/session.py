@@ -13,6 +13,7 @@ change what a batch holds: a grant is leave to go on, and its absence is worth `
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -121,11 +122,12 @@ class Session:
         times = [pending.due for pending in self._pending.values() if pending.pace_s is not None]
         if self.state != "alone" and self._silent is not None:
             times.append(self._silent + limits.SILENT_S)
+        times.append(self._began + self._patience_s())
         if self.state == "open":
             times.append(self._said + limits.BEAT_S)
             if self._running:
                 times.append(max(self._told_at, self._looked) + DONE_S)
-        return min(times, default=None)
+        return None if (due := min(times)) == math.inf else due
 
     @property
     def last_id(self) -> int:
@@ -170,6 +172,8 @@ class Session:
             return
         if self._silent is not None and self.state != "alone" and self._now - self._silent >= limits.SILENT_S:
             self._go_alone(f"The daemon has not answered for {limits.SILENT_S:g} s.")
+        elif self._now - self._began >= self._patience_s():
+            self._go_alone(f"The daemon has not registered this job in {self._patience_s():g} s.")
         for identifier, pending in self._pending.items():
             if pending.pace_s is not None and pending.due <= self._now:
                 pending.due = self._now + pending.pace_s
@@ -178,6 +182,13 @@ class Session:
             self._tell()
         elif self.state == "open" and self._now - self._said >= limits.BEAT_S:
             self._send(Beat(self._stream), None)
+
+    def _patience_s(self) -> float:
+        """How long `iter()` may wait for a registration: one answer now and then must not make that for ever. Where another
+        process holds the rank, a little longer than until that is refused."""
+        if self.state not in ("connecting", "opening") or self._settled:
+            return math.inf
+        return self.timeout_s + limits.BEAT_S if self._contested else limits.SILENT_S
 
     def _finished(self, event: Finished) -> None:
         self._progress, self._running = event.progress, False
@@ -195,8 +206,7 @@ class Session:
         pending = self._pending.pop(event.reply.id, None)
         if pending is None or self.state == "closed":
             return  # late, or never asked for
-        unpaced = [number for number, entry in self._pending.items() if entry.pace_s is None]
-        for number in unpaced:
+        for number in [number for number, entry in self._pending.items() if entry.pace_s is None]:
             if number < event.reply.id:
                 del self._pending[number]  # answers come in order: this one's was lost
         self._silent = self._now if self._pending else None

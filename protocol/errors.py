@@ -90,6 +90,7 @@ CODES: dict[str, str] = {
     "store_mismatch": "user",
     "not_built": "user",
     "daemon_running": "user",
+    "in_use": "user",
     "bad_source": "user",
     "bad_transform": "user",
     # the data's

@@ -1,8 +1,9 @@
 """The children that prepare: started, listened to without waiting, ended. Their words become the engine's events.
 
-First every data set is looked up (`build` false: quick, some at a time), then what is missing is built, one after
-another. The child's contract is in prepare.py. A child that dies without a word, or says something that is no word, is a
-failure of its data set alone.
+First every data set is looked up (quick, some at a time), then what is missing is built, one after another. Beside that
+what was found is confirmed, one at a time and niced: some rows are prepared again, to be compared with the store, which is
+served meanwhile. The child's contract is in prepare.py. A child that dies without a word, or says something that is no
+word, is a failure of its data set alone; what could not be confirmed for such a reason is served on.
 """
 
 from __future__ import annotations
@@ -14,15 +15,23 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from dataserve.protocol.errors import DataserveError
+from dataserve.protocol.errors import CODES, DataserveError
 
 from . import store
-from .child import TERM_S, Child
-from .events import DatasetSealed, Event, PreparationAdvanced, PreparationFailed
+from .child import TERM_S, Child, Task
+from .events import (
+    ConfirmationEnded,
+    ConfirmationStarted,
+    DatasetSealed,
+    Event,
+    PreparationAdvanced,
+    PreparationFailed,
+)
 from .spec import DatasetSpec
 
 LOOKUPS = 4  #: children at once that look up what is there
 BAD_SAMPLE_CODES = ("bad_sample", "bad_schema")  #: the failures with an exit status of their own
+NICE = 10  #: of a confirming child: jobs may train already, and builds wait for no one
 
 
 class Progress(NamedTuple):
@@ -33,6 +42,14 @@ class Progress(NamedTuple):
     total: int | None
     rate: float | None
     eta_s: float | None
+
+
+class Manner(NamedTuple):
+    """How to prepare: `workers` processes (None: one a core), what one sample may take, whether hits are confirmed."""
+
+    workers: int | None = None
+    sample_timeout_s: float | None = None
+    confirm: bool = True
 
 
 class Builders:
@@ -47,19 +64,20 @@ class Builders:
         self,
         specs: Sequence[DatasetSpec],
         store_root: Path,
-        workers: int | None,
+        manner: Manner,
         log: Callable[[str], None],
         progress: Callable[[str, Progress], None] | None = None,
         settled: Callable[[], None] | None = None,
     ) -> None:
         self._store_root = store_root
-        self._workers = workers
+        self._manner = manner
         self._log = log
         self._progress = progress
         self._settled = settled
         self._specs = list(specs)
         self._lookups = deque(specs)
         self._builds: list[DatasetSpec] = []
+        self._confirmations: list[DatasetSpec] = []
         self._children: list[Child] = []
         self._unstarted: list[Event] = []
         self.ready: set[str] = set()
@@ -72,7 +90,7 @@ class Builders:
     @property
     def busy(self) -> bool:
         """Whether anything is still to come."""
-        return bool(self._children or self._lookups or self._builds or self._unstarted)
+        return bool(self._children or self._lookups or self._builds or self._confirmations or self._unstarted)
 
     @property
     def exit_status(self) -> int:
@@ -106,6 +124,7 @@ class Builders:
         """End all children, with those that they started, in `TERM_S` at most."""
         self._lookups.clear()
         self._builds.clear()
+        self._confirmations.clear()
         for child in self._children:
             child.dismiss()
         deadline = time.monotonic() + TERM_S
@@ -113,24 +132,43 @@ class Builders:
             self._children.pop().kill(deadline)
 
     def _start_next(self) -> None:
-        """As many look-ups as may run at once; a build only when nothing else runs."""
+        """As many look-ups as may run at once; when all are over a build, and beside it a confirmation."""
         while self._lookups and len(self._children) < LOOKUPS:
-            self._start_child(self._lookups.popleft(), build=False)
-        if not self._children and self._builds:
-            self._start_child(self._builds.pop(0), build=True)
+            self._start_child(self._lookups.popleft(), "look up")
+        if self._lookups or self._runs("look up"):
+            return
+        if self._builds and not self._runs("build"):
+            self._start_child(self._builds.pop(0), "build")
+        if self._confirmations and not self._runs("confirm"):
+            self._start_child(self._confirmations.pop(0), "confirm")
 
-    def _start_child(self, spec: DatasetSpec, *, build: bool) -> None:
-        request = {"spec": spec.to_map(), "store": str(self._store_root), "workers": self._workers, "build": build}
+    def _runs(self, task: Task) -> bool:
+        return any(child.task == task for child in self._children)
+
+    def _start_child(self, spec: DatasetSpec, task: Task) -> None:
+        request = {
+            "spec": spec.to_map(),
+            "store": str(self._store_root),
+            "workers": self._manner.workers,
+            "sample_timeout_s": self._manner.sample_timeout_s,
+            "build": task == "build",
+            "confirm": task == "confirm",
+        }
         try:
-            self._children.append(Child(spec, request, build=build))
+            self._children.append(Child(spec, request, task, nice=NICE if task == "confirm" else 0))
         except OSError as error:  # no memory or no process to be had: the data set's bad luck, not the daemon's end
             text = f"The process that prepares {spec.name!r} cannot be started: {error.strerror}."
+            if task == "confirm":
+                self._log(f"{spec.name}: not confirmed: {text}")
+                return
             remedy = "Raise the limits on memory or processes, then start again."
             self._unstarted.append(PreparationFailed(spec.name, "worker_died", text, remedy))
 
     def _take(self, child: Child, words: dict[str, Any]) -> list[Event]:
         """One line of a child."""
         kind = words["event"]
+        if child.task == "confirm":
+            return self._take_confirming(child, words)
         if kind == "progress":
             told = Progress(**{key: words[key] for key in Progress._fields})
             if self._progress is not None:
@@ -139,15 +177,42 @@ class Builders:
         if kind in ("sealed", "failed"):
             child.settled = True
             if kind == "sealed":
+                if child.task == "look up" and self._manner.confirm and child.spec.scheme != "store":
+                    self._queue(self._confirmations, child.spec)
                 return [_sealed(child.name, words["path"], words["id"])]
             return [PreparationFailed(child.name, words["code"], words["text"], words["remedy"])]
         if kind == "verdict":
             child.missed = not words["hit"]
-            if words["hit"] or child.build:  # a build says again, and better, why it was a miss
+            if words["hit"] or child.task == "build":  # a build says again, and better, why it was a miss
                 self._log(f"{child.name}: {'HIT' if words['hit'] else 'MISS'}: {'; '.join(words['reasons'])}")
         else:
             self._log(f"{child.name}: {_told(words)}")
         return []
+
+    def _take_confirming(self, child: Child, words: dict[str, Any]) -> list[Event]:
+        """One line of a child that compares: what it says of the store that was found is known already."""
+        match words["event"]:
+            case "verdict" if not words["hit"]:
+                child.settled = True
+                self._log(f"{child.name}: not confirmed: {'; '.join(words['reasons'])}. A new start prepares it anew.")
+            case "confirming":
+                child.confirming = True
+                return [ConfirmationStarted(child.name)]
+            case "confirmed":
+                child.settled = True
+                self._log(f"{child.name}: {_told(words)}")
+                return [ConfirmationEnded(child.name, None)]
+            case "failed":
+                return self._refute(child, PreparationFailed(child.name, *(words[key] for key in _REASON)))
+        return []
+
+    def _refute(self, child: Child, why: PreparationFailed) -> list[Event]:
+        """A comparison that came to no good end. Only what the data are to blame for speaks against the store."""
+        child.settled = True
+        if CODES.get(why.code) == "data":
+            return [why]
+        self._log(f"{child.name}: served, but not confirmed: {why.text} {why.remedy}".rstrip() + f" [{why.code}]")
+        return [ConfirmationEnded(child.name, None)] if child.confirming else []
 
     def _note(self, event: Event) -> None:
         if isinstance(event, DatasetSealed):
@@ -156,16 +221,24 @@ class Builders:
             self.ready.discard(event.name)
             self.failed[event.name] = event.code
 
+    def _queue(self, queue: list[DatasetSpec], spec: DatasetSpec) -> None:
+        queue.append(spec)
+        queue.sort(key=self._specs.index)  # as they were named, whichever look-up was the first to end
+
     def _part_with(self, child: Child) -> list[Event]:
         """What comes of a child that has ended: its data set's outcome, or its turn to be built."""
         child.release()
         if child.settled:
             return []
-        if child.missed and not child.build and child.process.returncode == 0:
-            self._builds.append(child.spec)
-            self._builds.sort(key=self._specs.index)  # as they were named, whichever look-up was the first to end
+        if child.task == "confirm":
+            return self._refute(child, child.fault or _died(child))
+        if child.missed and child.task == "look up" and child.process.returncode == 0:
+            self._queue(self._builds, child.spec)
             return []
         return [child.fault or _died(child)]
+
+
+_REASON = ("code", "text", "remedy")
 
 
 def _sealed(name: str, path: str, store_id: str) -> DatasetSealed | PreparationFailed:
@@ -193,8 +266,6 @@ def _told(words: dict[str, Any]) -> str:
         case "scanned":
             left_out = "".join(f", {count:,} left out ({why})" for why, count in words["left_out"].items())
             text = f"{words['pictures']:,} pictures in {words['classes']:,} classes{left_out}"
-        case "confirming":
-            text = "some rows are prepared again, to be compared with the store"
         case "confirmed":
             text = f"{words['rows']} rows prepared again are as they are stored"
         case "resuming":

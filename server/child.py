@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from typing import Any
+from typing import Any, Literal
 
 from dataserve.protocol import limits
 from dataserve.protocol.checks import Check, flag, integer, list_of, number, optional, record, text
@@ -26,6 +26,8 @@ READS = 16  #: of one child in one turn of the loop, so that a child that floods
 END_S = 10.0  #: a child that has closed its pipe is gone, or killed, after this
 TERM_S = 3.0  #: from SIGTERM to SIGKILL
 
+Task = Literal["look up", "build", "confirm"]
+
 #: What runs; a test puts another program in its place.
 PROGRAM: tuple[str, ...] = (sys.executable, "-P", "-m", "dataserve.server.prepare")
 
@@ -37,6 +39,13 @@ def _words(value: Any) -> str:
     return value
 
 
+def _counts(value: Any) -> dict[str, int]:
+    """How many of each kind."""
+    if type(value) is not dict:
+        raise ValueError("is no map")
+    return {_words(key): _count(item) for key, item in value.items()}
+
+
 _count = integer(0, 2**63 - 1)
 _hex256 = text(64, limits.HEX256)
 _number = optional(number(0, 1e15))
@@ -45,6 +54,9 @@ _FIELDS: dict[str, dict[str, Check]] = {
     "verdict": {"hit": flag, "fingerprint": optional(_hex256), "reasons": list_of(_words, 10_000, 1)},
     "waiting": {"pid": optional(_count)},
     "space": {"need_bytes": optional(_count), "free_bytes": _count},
+    "scanned": {"pictures": _count, "classes": _count, "left_out": _counts},
+    "confirming": {},
+    "confirmed": {"rows": _count},
     "resuming": {"done": _count, "total": optional(_count)},
     "bad": {"index": _count, "path": optional(_words), "stage": _words, "cause": _words},
     "bad_samples": {"count": _count, "table": optional(_words)},
@@ -58,12 +70,13 @@ _SAYINGS = {name: record({"event": _words, **fields}) for name, fields in _FIELD
 class Child:
     """One preparing process and what it has said. Its stdin stays open: the end of it means that we are gone."""
 
-    def __init__(self, spec: DatasetSpec, request: dict[str, Any], *, build: bool) -> None:
+    def __init__(self, spec: DatasetSpec, request: dict[str, Any], task: Task, *, nice: int = 0) -> None:
         self.spec = spec
         self.name = spec.name
-        self.build = build
+        self.task = task
         self.settled = False  # it has said how it ends
         self.missed = False
+        self.confirming = False
         self.fault: PreparationFailed | None = None
         self._heard = b""
         self._deaf = False  # its pipe is at its end, or not worth hearing any more
@@ -71,6 +84,8 @@ class Child:
         self.process = subprocess.Popen(
             PROGRAM, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True, bufsize=0
         )
+        with contextlib.suppress(ProcessLookupError):  # before it starts a thread or a worker, which inherit it
+            os.setpriority(os.PRIO_PROCESS, self.process.pid, os.getpriority(os.PRIO_PROCESS, 0) + nice)
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         self._stdin, self._stdout = self.process.stdin, self.process.stdout

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,8 +12,9 @@ from typing import Any, NamedTuple
 
 from dataserve.protocol.errors import UserError
 
-from .config import OPTIONS, Config, addresses, read, scalar, store_root
-from .spec import DatasetSpec, default_name
+from .builders import Manner
+from .config import OPTIONS, SAMPLE_TIMEOUT_S, Config, addresses, read, scalar, store_root
+from .spec import KINDS, DatasetSpec, check_source, default_name
 
 ASK_S = 5.0  #: what a verb waits for the daemon's answer
 
@@ -24,12 +26,14 @@ EXIT_BAD_SAMPLES = 4
 
 
 class Command(NamedTuple):
-    """One verb: `add` declares its arguments, `run` does it and returns the exit status, or raises a DataserveError."""
+    """One verb: `add` declares its arguments, `run` does it and returns the exit status, or raises a DataserveError;
+    `example` are lines of a shell."""
 
     name: str
     help: str
     add: Callable[[argparse.ArgumentParser], None]
     run: Callable[[argparse.Namespace], int]
+    example: str
 
 
 def add_address(parser: argparse.ArgumentParser) -> None:
@@ -42,6 +46,12 @@ def add_store(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--store", metavar="DIR", help="where stores lie (else $DATASERVE_STORE, else your cache)")
 
 
+def add_stored(parser: argparse.ArgumentParser) -> None:
+    """NAME of a sealed store, and --store."""
+    parser.add_argument("name", metavar="NAME", help="a sealed store: NAME, or NAME@DIGITS of its fingerprint")
+    add_store(parser)
+
+
 def add_json(parser: argparse.ArgumentParser) -> None:
     """--json."""
     parser.add_argument("--json", action="store_true", help="for programs")
@@ -49,9 +59,7 @@ def add_json(parser: argparse.ArgumentParser) -> None:
 
 def add_datasets(parser: argparse.ArgumentParser) -> None:
     """SOURCE and all that a data set can be given, or --config."""
-    parser.add_argument(
-        "source", nargs="?", metavar="SOURCE", help="torchvision:NAME, arrays:FILE.npz, store:PATH|NAME"
-    )
+    parser.add_argument("source", nargs="?", metavar="SOURCE", help=KINDS)
     parser.add_argument("--config", metavar="FILE", help="several data sets, in a TOML file")
     parser.add_argument("--name", help="the data set's name (else made from SOURCE)")
     parser.add_argument(
@@ -64,7 +72,13 @@ def add_datasets(parser: argparse.ArgumentParser) -> None:
     for option in OPTIONS:
         _add_option(parser, option)
     add_store(parser)
-    parser.add_argument("--workers", type=_positive, metavar="N", help="processes that prepare (else one a core)")
+    parser.add_argument("--workers", type=positive, metavar="N", help="processes that prepare (else one a core)")
+    parser.add_argument("--sample-timeout-s", type=_seconds, metavar="S", help="what one sample may take")
+    parser.add_argument(
+        "--no-confirm",
+        action="store_true",
+        help="do not prepare some rows of a store that was found again, to compare them",
+    )
 
 
 def _add_option(parser: argparse.ArgumentParser, option: Any) -> None:
@@ -73,7 +87,7 @@ def _add_option(parser: argparse.ArgumentParser, option: Any) -> None:
         parser.add_argument(option.flag, dest=option.field, action="store_true", default=None, help=option.help)
         return
     shown = None if option.choices else option.metavar
-    kind = _positive if option.kind == "count" else str
+    kind = positive if option.kind == "count" else str
     action = "append" if option.kind == "texts" else "store"
     parser.add_argument(
         option.flag,
@@ -86,11 +100,19 @@ def _add_option(parser: argparse.ArgumentParser, option: Any) -> None:
     )
 
 
-def _positive(text: str) -> int:
+def positive(text: str) -> int:
     """argparse's type of a count."""
     if not text.isascii() or not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not an integer of 1 or more")
     return int(text)
+
+
+def _seconds(text: str) -> float:
+    """argparse's type of a time-out."""
+    with contextlib.suppress(ValueError):
+        if 0 < float(text) <= SAMPLE_TIMEOUT_S:
+            return float(text)
+    raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds above 0, {SAMPLE_TIMEOUT_S} at most")
 
 
 def wanted(args: argparse.Namespace) -> Config:
@@ -101,14 +123,25 @@ def wanted(args: argparse.Namespace) -> Config:
     if args.config is None:
         if "depends" in given:
             given["depends"] = tuple(os.path.abspath(path) for path in given["depends"])
+        check_source(args.source)
         name = args.name or default_name(args.source)
-        return Config((DatasetSpec(name, args.source, _arguments(args.arg), **given),), workers=args.workers)
+        spec = DatasetSpec(name, args.source, _arguments(args.arg), **given)
+        return Config((spec,), manner=_manner(args, Manner()))
     flags = [option.flag for option in OPTIONS if option.field in given]
     flags += [flag for flag, value in (("--name", args.name), ("--arg", args.arg)) if value]
     if flags:
         raise UserError("bad_option", f"{flags[0]} does not go with --config.", "Write it into the file.")
     config = read(args.config)
-    return replace(config, workers=args.workers or config.workers)
+    return replace(config, manner=_manner(args, config.manner))
+
+
+def _manner(args: argparse.Namespace, file: Manner) -> Manner:
+    """Flags beat the file."""
+    return Manner(
+        args.workers or file.workers,
+        args.sample_timeout_s or file.sample_timeout_s,
+        file.confirm and not args.no_confirm,
+    )
 
 
 def _arguments(texts: list[str]) -> dict[str, Any]:

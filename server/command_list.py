@@ -6,41 +6,41 @@ import argparse
 import json
 import os
 import sys
+import time
+from typing import Any
 
-from . import store
-from .command import EXIT_OK, Command, add_json, add_store, root
+from dataserve.protocol.errors import DataserveError
+
+from . import store, users
+from .command import EXIT_OK, Command, add_address, add_json, add_store, places, root
+from .command_status import Status
 from .display import size, table
+
+ASK_S = 1.0  #: a daemon that is busy for longer is listed without
+DAY_S = 24 * 3600
 
 
 def add(parser: argparse.ArgumentParser) -> None:
     """Its arguments."""
     add_store(parser)
+    add_address(parser)
     add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Show them; a damaged one with what is wrong with it."""
     folder = root(args)
+    statuses, _ = users.daemons(places(args), ASK_S)
     sealed, damaged = store.list_sealed(folder), store.list_damaged(folder)
+    rows = [_described(found, statuses) for found in sealed]
     if args.json:
-        rows = [
-            {
-                "name": found.manifest.name,
-                "fingerprint": found.manifest.fingerprint,
-                "id": found.id,
-                "path": found.path,
-                "rows": found.manifest.rows,
-                "size_bytes": found.manifest.size_bytes,
-                "columns": [column.name for column in found.manifest.columns],
-            }
-            for found in sealed
-        ]
         print(json.dumps({"store": str(folder), "stores": rows, "damaged": [_damaged(*item) for item in damaged]}))
         return EXIT_OK
     print(f"store {folder}")
-    if sealed:
-        headers = ("NAME", "FINGERPRINT", "ROWS", "SIZE", "COLUMNS")
-        table(headers, [_row(found) for found in sealed], sys.stdout)
+    if rows:
+        table(
+            ("NAME", "FINGERPRINT", "ROWS", "SIZE", "USED", "JOBS", "COLUMNS"), [_row(row) for row in rows], sys.stdout
+        )
     elif not damaged:
         print("No stores.")
     for path, error in damaged:
@@ -48,14 +48,39 @@ def run(args: argparse.Namespace) -> int:
     return EXIT_OK
 
 
-def _row(found: store.Sealed) -> list[str | int]:
+def _described(found: store.Sealed, statuses: list[Status]) -> dict[str, Any]:
+    """One store. `jobs` is null where no daemon answers."""
     made = found.manifest
-    columns = ", ".join(column.name for column in made.columns)
-    return [made.name, made.fingerprint[:16], made.rows, size(made.size_bytes), columns]
+    jobs = sorted({each.job for each in users.attached(statuses, found.path)}) if statuses else None
+    return {
+        "name": made.name,
+        "fingerprint": made.fingerprint,
+        "id": found.id,
+        "path": found.path,
+        "rows": made.rows,
+        "size_bytes": made.size_bytes,
+        "columns": [column.name for column in made.columns],
+        "used_s": _used(found),
+        "jobs": jobs,
+    }
 
 
-def _damaged(path: str, error: Exception) -> dict[str, str]:
+def _used(found: store.Sealed) -> float:
+    """Seconds since its data were last read, as the file system tells it: most write it down once a day."""
+    files = [os.path.join(found.path, part.file) for part in found.manifest.files()]
+    return max(0.0, round(time.time() - max(os.stat(file).st_atime for file in files), 1))
+
+
+def _row(row: dict[str, Any]) -> list[str | int | None]:
+    days = int(row["used_s"] // DAY_S)
+    used = "in a day" if days == 0 else f"{days} d ago"
+    jobs = None if row["jobs"] is None else ", ".join(row["jobs"]) or "none"
+    columns = ", ".join(row["columns"])
+    return [row["name"], row["fingerprint"][:16], row["rows"], size(row["size_bytes"]), used, jobs, columns]
+
+
+def _damaged(path: str, error: DataserveError) -> dict[str, str]:
     return {"path": path, "error": str(error)}
 
 
-COMMANDS = (Command("list", "sealed stores", add, run),)
+COMMANDS = (Command("list", "sealed stores", add, run, "dataserve list --json"),)

@@ -18,6 +18,11 @@ from .display import Display, size
 from .events import DatasetSealed, Event, PreparationFailed
 from .store import make_root
 
+EXAMPLE = """
+dataserve prepare imagefolder:/data/photos --resize 256 --crop 224
+dataserve prepare torchvision:CIFAR10 --arg root=/data --arg train=true
+"""
+
 
 def add(parser: argparse.ArgumentParser) -> None:
     """Its arguments."""
@@ -29,7 +34,7 @@ def run(args: argparse.Namespace) -> int:
     config = wanted(args)
     display = Display(sys.stdout)
     builders = Builders(
-        config.specs, make_root(root(args, config.store)), config.workers, display.line, display.progress
+        config.specs, make_root(root(args, config.store)), config.manner, display.line, display.progress
     )
     with _term_as_interrupt():
         try:
@@ -74,4 +79,4 @@ def _term_as_interrupt() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-COMMANDS = (Command("prepare", "make the store and stop", add, run),)
+COMMANDS = (Command("prepare", "make the store and stop", add, run, EXAMPLE),)

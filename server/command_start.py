@@ -28,6 +28,11 @@ ANSWER_EACH_S = 0.02
 ANSWER_S = 30.0  #: a daemon that says nothing for so long, though its process is there, is not waited for
 RELAY_BYTES = 64 * 1024
 
+EXAMPLE = """
+dataserve start torchvision:MNIST --arg root=/data --arg train=true --name mnist --detach
+dataserve start --config data.toml --detach
+"""
+
 _STAMP = re.compile(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d ")  # display.Display's
 
 
@@ -45,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
     if args.no_wait and not args.detach:
         raise UserError("bad_option", "--no-wait goes with --detach.", "Give both, or neither.")
     config = wanted(args)
-    order = Order(config.specs, places(args, config.address), root(args, config.store), config.workers)
+    order = Order(config.specs, places(args, config.address), root(args, config.store), config.manner)
     if not args.detach:
         status = serve(order, Display(sys.stdout, stamped=True, bars=not args.no_progress))
         if status:
@@ -145,4 +150,4 @@ class _Detached:
                 self._display.line(_STAMP.sub("", line))
 
 
-COMMANDS = (Command("start", "prepare and serve", add, run),)
+COMMANDS = (Command("start", "prepare and serve", add, run, EXAMPLE),)

@@ -151,6 +151,6 @@ def run_stop(args: argparse.Namespace) -> int:
 
 
 COMMANDS = (
-    Command("status", "data sets and jobs", add_status, run_status),
-    Command("stop", "end the daemon", add_stop, run_stop),
+    Command("status", "data sets and jobs", add_status, run_status, "dataserve status --watch"),
+    Command("stop", "end the daemon", add_stop, run_stop, "dataserve stop"),
 )

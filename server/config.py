@@ -1,8 +1,10 @@
 """What the operator wants: data sets and places, from flags, the environment and a TOML file, in this order.
 
-    address = "ipc:///run/user/1000/dataserve/d.sock"     # these three are optional
+    address = "ipc:///run/user/1000/dataserve/d.sock"     # these five are optional
     store = "stores"
     workers = 8
+    sample_timeout_s = 60
+    confirm = true
 
     [[dataset]]
     name = "mnist"                                        # optional: made from the source
@@ -18,11 +20,10 @@ arguments: the command line makes its flags of it, this module the keys.
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -30,7 +31,8 @@ from typing import Any, Literal, NamedTuple
 from dataserve.protocol import address
 from dataserve.protocol.errors import DataserveError, UserError
 
-from .spec import IDENTITIES, MODES, ON_ERROR, DatasetSpec, Scalar, default_name
+from .builders import Manner
+from .spec import IDENTITIES, MODES, ON_ERROR, DatasetSpec, Scalar, check_source, default_name, nearest
 from .store import default_root
 
 
@@ -64,7 +66,9 @@ OPTIONS = (
     Option("allow_random", "flag", "", "seed a random transform by each row, frozen for all epochs"),
 )
 
-_PLACES = ("address", "store", "workers")
+SAMPLE_TIMEOUT_S = 86_400  #: the most that one sample may be given
+
+_WHOLE = ("address", "store", "workers", "sample_timeout_s", "confirm")
 _KEYS = ("name", "source", "args", *(option.field for option in OPTIONS))
 
 
@@ -75,7 +79,7 @@ class Config:
     specs: tuple[DatasetSpec, ...] = ()
     address: str | None = None
     store: str | None = None
-    workers: int | None = None
+    manner: Manner = Manner()
 
 
 def read(path: str) -> Config:
@@ -113,9 +117,10 @@ def store_root(flag: str | None, environ: Mapping[str, str], file: str | None) -
 
 def scalar(text: str) -> Scalar:
     """The value of a `--arg key=value`, as TOML reads it bare: true, false, integers and floats are those, all else is
-    text. Double quotes keep text text: `--arg year='"2012"'`."""
-    if text in ("true", "false"):
-        return text == "true"
+    text. Double quotes keep text text: `--arg year='"2012"'`. Python's True and False are meant as such too: as text
+    both would be true."""
+    if text in ("true", "false", "True", "False"):
+        return text.lower() == "true"
     if re.fullmatch(r"[+-]?(0|[1-9][0-9]{0,17})", text):
         return int(text)
     if re.fullmatch(r"[+-]?[0-9]+\.[0-9]+([eE][+-]?[0-9]+)?", text):
@@ -123,15 +128,8 @@ def scalar(text: str) -> Scalar:
     return text[1:-1] if len(text) > 1 and text[0] == text[-1] == '"' else text
 
 
-def nearest(word: str, known: Iterable[str]) -> str:
-    """A remedy: the known word that is nearest, or all."""
-    known = list(known)
-    near = difflib.get_close_matches(word, known, n=1)
-    return f"Did you mean {near[0]!r}?" if near else f"Known: {', '.join(known)}."
-
-
 def _parse(raw: Mapping[str, Any], folder: str) -> Config:
-    _known(raw, (*_PLACES, "dataset"), "the file")
+    _known(raw, (*_WHOLE, "dataset"), "the file")
     tables = raw.get("dataset", [])
     if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
         raise UserError("bad_config", "`dataset` is no list of tables.", "Begin each data set with [[dataset]].")
@@ -144,10 +142,18 @@ def _parse(raw: Mapping[str, Any], folder: str) -> Config:
             raise UserError("bad_config", f"{names.count(name)} data sets are called {name!r}.", "Give each a name.")
     where = _typed(raw, "address", str, "the file")
     store = _typed(raw, "store", str, "the file")
+    return Config(specs, where and address.normalise(where), store and _beside(folder, store), _manner(raw))
+
+
+def _manner(raw: Mapping[str, Any]) -> Manner:
     workers = _typed(raw, "workers", int, "the file")
     if workers is not None and workers < 1:
         raise UserError("bad_config", f"workers is {workers}.", "Give 1 or more.")
-    return Config(specs, where and address.normalise(where), store and _beside(folder, store), workers)
+    timeout_s = raw.get("sample_timeout_s")
+    if timeout_s is not None and not (type(timeout_s) in (int, float) and 0 < timeout_s <= SAMPLE_TIMEOUT_S):
+        remedy = f"Give seconds above 0, {SAMPLE_TIMEOUT_S} at most."
+        raise UserError("bad_config", f"sample_timeout_s is {timeout_s!r}.", remedy)
+    return Manner(workers, timeout_s, _typed(raw, "confirm", bool, "the file") is not False)
 
 
 def _dataset(table: Mapping[str, Any], number: int, folder: str) -> DatasetSpec:
@@ -161,6 +167,7 @@ def _dataset(table: Mapping[str, Any], number: int, folder: str) -> DatasetSpec:
     }
     if "depends" in fields:
         fields["depends"] = tuple(_beside(folder, path) for path in fields["depends"])
+    check_source(source)
     args = _args(table, place)
     if isinstance(args.get("root"), str):
         args["root"] = _beside(folder, str(args["root"]))

@@ -6,11 +6,7 @@ not a function of their samples. The store itself is whole; it is no longer what
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
-
 import numpy as np
-import numpy.typing as npt
 
 from dataserve.protocol import manifest
 from dataserve.protocol.errors import DataError
@@ -19,6 +15,7 @@ from dataserve.protocol.manifest import Manifest
 from . import randomness, sources
 from .layout import Field
 from .reading import Reader
+from .rows import Rows
 from .schema import Schema
 from .sources import Source, shown
 from .spec import DatasetSpec
@@ -40,31 +37,15 @@ def confirm(spec: DatasetSpec, sealed: Sealed) -> int:
         if source.length not in (None, expected):
             text = f"The source has {source.length} samples now, the store was made from {expected}."
             raise _changed(text, found)
-        rows = randomness.probes(None if source.length is None else found.rows, min(ROWS, found.rows))
-        columns = {column.name: _Rows(Path(sealed.path), column) for column in found.columns}
+        probes = randomness.probes(None if source.length is None else found.rows, min(ROWS, found.rows))
+        rows = Rows(sealed)
         schema = Schema(found.structure, tuple(_field(found.column(name)) for name in manifest.leaves(found.structure)))
         reader = Reader(source, spec)
-        for row in rows:
-            _compare(source, reader, schema, columns, found, row)
-        return len(rows)
+        for row in probes:
+            _compare(source, reader, schema, rows, found, row)
+        return len(probes)
     finally:
         source.close()
-
-
-class _Rows:
-    """The rows of one column as they are stored."""
-
-    def __init__(self, folder: Path, column: manifest.Column) -> None:
-        self._values = np.load(folder / column.parts[0].file, mmap_mode="r", allow_pickle=False)
-        self._offsets = None
-        if column.offsets:
-            self._offsets = np.load(folder / column.offsets[0].file, mmap_mode="r", allow_pickle=False)
-
-    def row(self, row: int) -> npt.NDArray[Any]:
-        """One row, copied."""
-        if self._offsets is None:
-            return np.array(self._values[row])
-        return np.array(self._values[self._offsets[row] : self._offsets[row + 1]])
 
 
 def _field(column: manifest.Column) -> Field:
@@ -76,12 +57,8 @@ def _skipped(found: Manifest) -> int:
     return sum(item.get("more", 1) for item in found.skipped)
 
 
-def _compare(
-    source: Source, reader: Reader, schema: Schema, columns: dict[str, _Rows], found: Manifest, row: int
-) -> None:
-    index = row
-    if manifest.ORIGINS in columns:
-        index = int.from_bytes(columns[manifest.ORIGINS].row(row)[:8].tobytes(), "little")
+def _compare(source: Source, reader: Reader, schema: Schema, rows: Rows, found: Manifest, row: int) -> None:
+    index = rows.origin(row).sample
     path = source.path(index)
     which = f"Row {row} (sample {index}{'' if path is None else f', {shown(path)}'})"
     try:
@@ -89,7 +66,7 @@ def _compare(
     except StopIteration:
         raise _changed(f"{which} is beyond the end of the source now.", found) from None
     for field, value in zip(schema.fields, values, strict=True):
-        stored = columns[field.name].row(row)
+        stored = rows.row(field.name, row)
         if stored.shape != value.shape:
             text = f"{which} has {field.name} of shape {value.shape} now, {stored.shape} in the store."
             raise _changed(text, found)

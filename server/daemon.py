@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from dataserve.protocol import limits
 
-from .builders import Builders
+from .builders import Builders, Manner
 from .claim import Claim, claim
 from .display import Display
 from .engine import About, Engine
@@ -34,7 +34,7 @@ class Order(NamedTuple):
     specs: Sequence[DatasetSpec]
     addresses: Sequence[str]
     store_root: Path
-    workers: int | None
+    manner: Manner
 
 
 def serve(order: Order, display: Display) -> int:
@@ -70,7 +70,7 @@ def _run(order: Order, claimed: Claim, root: Path, stop_fd: int, display: Displa
         if not ready:
             signal.alarm(FAREWELL_S)
 
-    builders = Builders(order.specs, root, order.workers, display.line, display.progress, settled)
+    builders = Builders(order.specs, root, order.manner, display.line, display.progress, settled)
     hub = Hub(claimed.address)
     claimed.bound()
     try:

@@ -15,7 +15,7 @@ from typing import Any
 from dataserve.protocol import limits
 from dataserve.protocol.errors import UserError
 
-from .sources import PICTURE_LIBRARIES, Identity, Source, absolute, checked_length, load_factory, sentence, typed
+from .sources import PICTURE_LIBRARIES, Identity, Source, absolute, checked_length, load_factory, sentence
 from .spec import DatasetSpec, Scalar
 
 
@@ -25,7 +25,7 @@ class TorchvisionSource(Source):
     def __init__(self, spec: DatasetSpec) -> None:
         self._spec = spec
         kind = _torchvision_class(spec.target)
-        arguments = {key: typed(value) for key, value in spec.args.items()}
+        arguments = dict(spec.args)
         _check_arguments(spec, kind, arguments)
         try:
             self._dataset = kind(**arguments)
@@ -85,7 +85,7 @@ class FactorySource(Source):
         self.sample = dataset.__getitem__  # type: ignore[method-assign]  # no call in between, once a row
 
     def _make(self) -> Any:
-        arguments = {key: typed(value) for key, value in self._spec.args.items()}
+        arguments = self._spec.args
         try:
             return self._factory(**arguments)
         except Exception as error:  # noqa: BLE001 - the operator's code may raise anything

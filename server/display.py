@@ -45,8 +45,8 @@ class Display:
         else:
             print(text, file=self._stream, flush=True)
 
-    def progress(self, name: str, told: Progress) -> None:
-        """How far a data set is: a bar that moves, or a line now and then."""
+    def progress(self, name: str, told: Progress, text: str | None = None) -> None:
+        """How far a data set is: a bar that moves, or a line now and then; in the words of `text`, else as it is told."""
         if not self._shows_progress:
             return
         now = time.monotonic()
@@ -56,9 +56,9 @@ class Display:
             return
         self._last[name] = now
         if self._terminal:
-            self._draw(name, told)
+            self._draw(name, told, text or describe_progress(told))
         else:
-            self.line(f"{name}: {describe_progress(told)}")
+            self.line(f"{name}: {text or describe_progress(told)}")
 
     def close(self) -> None:
         """Leave the bars; they are gone from the terminal."""
@@ -66,7 +66,7 @@ class Display:
             self._bars.stop()
             self._bars = None
 
-    def _draw(self, name: str, told: Progress) -> None:
+    def _draw(self, name: str, told: Progress, text: str) -> None:
         from rich.console import Console
         from rich.progress import BarColumn, TextColumn
         from rich.progress import Progress as Bars
@@ -86,9 +86,7 @@ class Display:
             self._tasks = {}
         if name not in self._tasks:
             self._tasks[name] = self._bars.add_task("", name=name, how="")
-        self._bars.update(
-            self._tasks[name], completed=told.done, total=told.total, how=describe_progress(told), refresh=True
-        )
+        self._bars.update(self._tasks[name], completed=told.done, total=told.total, how=text, refresh=True)
 
 
 def describe_progress(told: Progress) -> str:

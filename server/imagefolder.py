@@ -30,7 +30,7 @@ from dataserve.protocol.errors import DataError, UserError
 
 from . import census, images, store
 from .census import Entry
-from .sources import Identity, Source, checked_length, shown, typed
+from .sources import Identity, Source, checked_length, shown
 from .spec import DatasetSpec
 
 #: torchvision's, in any case of letters.
@@ -235,7 +235,7 @@ class FolderSource(Source):
 
 def tree(spec: DatasetSpec) -> Tree:
     """The pictures that an `imagefolder:` spec names. Raises as `Tree`."""
-    arguments = {key: typed(value) for key, value in spec.args.items()}
+    arguments = spec.args
     for key in arguments.keys() - {"allow_empty", "max_entries"}:
         raise UserError(
             "bad_source", f"{spec.source} takes no argument {key!r}.", "It takes: allow_empty, max_entries."

@@ -125,15 +125,21 @@ def settle(sample: Any, rules: Rules) -> Any:
     return sample if rules.plain else _each(sample, lambda image: _settled(image, rules))
 
 
-def finish(sample: Any, rules: Rules) -> Any:
-    """The sample with its pictures as `Pixels`. Raises as `settle`."""
+def finish(sample: Any, rules: Rules, *, settled: bool = False) -> Any:
+    """The sample with its pictures as `Pixels`; `settled` ones are as `settle` has left them. Raises as `settle`."""
+    if settled and not rules.plain:
+        return _each(sample, _pixels)
     return _each(sample, lambda image: to_array(image, rules))
 
 
 def to_array(image: Image, rules: Rules = Rules()) -> Pixels:
     """That picture as uint8 `C x H x W` in the mode of the rules, maybe a view. Size is not touched. Raises as
     `settle`."""
-    pixels = np.asarray(_decoded(image, rules))
+    return _pixels(_decoded(image, rules))
+
+
+def _pixels(image: Image) -> Pixels:
+    pixels = np.asarray(image)
     return (pixels[np.newaxis] if pixels.ndim == 2 else pixels.transpose(2, 0, 1)).view(Pixels)
 
 

@@ -22,7 +22,7 @@ from dataserve.protocol.errors import DataError, DataserveError, UserError
 
 from . import images
 from .images import Rules
-from .spec import SCHEMES, DatasetSpec, Scalar
+from .spec import REFERENCE, DatasetSpec, check_source, likely_source
 
 #: Libraries that may touch a row that goes through torchvision or a transform, by the names of their distributions.
 PICTURE_LIBRARIES = ("numpy", "pillow", "torch", "torchvision")
@@ -99,14 +99,13 @@ class Source(ABC):
 
 def open_source(spec: DatasetSpec) -> Source:
     """Opens what the spec names. Raises `bad_source`, `empty_source`, `no_access`."""
+    check_source(spec.source)
     source = _opened(spec)
     source.rules = Rules.of(spec)
     return source
 
 
 def _opened(spec: DatasetSpec) -> Source:
-    if not spec.target:
-        raise UserError("bad_source", f"The source {spec.source!r} has no kind, or names nothing of it.", _KINDS)
     if spec.scheme == "arrays":
         from .arrays import ArraysSource
 
@@ -121,16 +120,9 @@ def _opened(spec: DatasetSpec) -> Source:
         return TorchvisionSource(spec)
     if spec.scheme == "store":
         raise UserError("bad_source", "A store: source is prepared already.", "Serve it, or name its own source.")
-    if re.fullmatch(_REFERENCE, spec.source):
-        from .datasets import FactorySource
+    from .datasets import FactorySource
 
-        return FactorySource(spec)
-    raise UserError("bad_source", f"The source {spec.source!r} has no kind.", _KINDS)
-
-
-_KINDS = "It knows torchvision:NAME, imagefolder:PATH, arrays:FILE.npz, store:PATH|NAME and package.module:factory."
-assert all(scheme in _KINDS for scheme in SCHEMES)
-_REFERENCE = re.compile(r"(\w+(?:\.\w+)*):(\w+(?:\.\w+)*)")
+    return FactorySource(spec)
 
 
 def located(spec: DatasetSpec) -> DatasetSpec:
@@ -159,22 +151,12 @@ def checked_length(source: str, count: int) -> int:
     return count
 
 
-def typed(value: Scalar) -> Scalar:
-    """An argument's value; text that reads as true, false or an integer becomes that."""
-    if isinstance(value, str):
-        if value.lower() in ("true", "false"):
-            return value.lower() == "true"
-        if re.fullmatch(r"[+-]?[0-9]{1,18}", value):
-            return int(value)
-    return value
-
-
 def load_object(reference: str, what: str, code: str) -> Callable[..., Any]:
     """The callable behind `package.module:callable`, imported with the current directory in front of the path.
 
     Raises that code; `what` names it in the text.
     """
-    found = re.fullmatch(_REFERENCE, reference)
+    found = REFERENCE.fullmatch(reference)
     if found is None:
         text = f"{what} {reference!r} is not of the form package.module:callable."
         raise UserError(code, text, "Write it as mypackage.transforms:resize, without parentheses.")
@@ -187,7 +169,10 @@ def load_object(reference: str, what: str, code: str) -> Callable[..., Any]:
             item = getattr(item, attribute)
     except Exception as error:  # noqa: BLE001 - the operator's module may raise anything
         text = f"{what} {reference!r} cannot be imported: {sentence(error)}"
-        raise UserError(code, text, f"It is looked for from {here} and in the environment.") from None
+        remedy = f"It is looked for from {here} and in the environment."
+        if code == "bad_source" and (meant := likely_source(reference)):
+            remedy = f"Did you mean {meant!r}? As a factory it is looked for from {here} and in the environment."
+        raise UserError(code, text, remedy) from None
     if not callable(item):
         raise UserError(code, f"{what} {reference!r} is a {type(item).__name__}, not callable.")
     checked: Callable[..., Any] = item
@@ -224,7 +209,7 @@ def finish_sample(source: Source, transform: Callable[[Any], Any] | None, index:
             stage = "transform"
             sample = transform(sample)
             stage = "decode"
-        return images.finish(sample, source.rules)
+        return images.finish(sample, source.rules, settled=transform is None)
     except Exception as error:  # noqa: BLE001 - Pillow raises OSError, SyntaxError, ValueError; transforms anything
         raise _bad(source, index, stage, error) from None
 

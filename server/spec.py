@@ -1,9 +1,12 @@
-"""What the operator asks for: one data set as named on the command line or in a TOML file. Plain data, no imports."""
+"""What the operator asks for: one data set as named on the command line or in a TOML file. Plain data, and what was
+likely meant by what it cannot be."""
 
 from __future__ import annotations
 
+import difflib
+import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -12,6 +15,10 @@ from dataserve.protocol.errors import UserError
 
 #: What a source's text starts with; anything else is `package.module:factory`.
 SCHEMES = ("torchvision", "imagefolder", "arrays", "store")
+KINDS = "torchvision:NAME, imagefolder:PATH, arrays:FILE.npz, store:PATH|NAME or package.module:factory"
+assert all(f"{scheme}:" in KINDS for scheme in SCHEMES)
+#: `package.module:name`: a factory or a transform.
+REFERENCE = re.compile(r"(\w+(?:\.\w+)*):(\w+(?:\.\w+)*)")
 
 Scalar = str | int | float | bool
 
@@ -104,6 +111,36 @@ def size(option: str, text: str) -> tuple[int, ...]:
         what = f"{option}={text!r} is no size: SIZE or HxW with sides in [1, {SIDE_PIXELS}] pixels."
         raise UserError("bad_option", what, f"Write --{option} 224 or --{option} 224x320 (height x width).")
     return sides
+
+
+def check_source(source: str) -> None:
+    """Raises `bad_source` for a text that is no source of any kind, with the one that was likely meant."""
+    scheme, _, target = source.partition(":")
+    if target and (scheme in SCHEMES or REFERENCE.fullmatch(source)):
+        return
+    meant = likely_source(source)
+    remedy = f"Did you mean {meant!r}?" if meant else f"Write {KINDS}."
+    what = "names nothing" if scheme in SCHEMES else "has no kind"
+    raise UserError("bad_source", f"The source {source!r} {what}.", remedy)
+
+
+def likely_source(text: str) -> str | None:
+    """What was likely meant by a text that is no source: its kind mistyped, or left out before a place."""
+    scheme, colon, target = text.partition(":")
+    if colon and target and (near := difflib.get_close_matches(scheme.lower(), SCHEMES, n=1)):
+        return f"{near[0]}:{target}"
+    if not colon and text.endswith(".npz"):
+        return f"arrays:{text}"
+    if not colon and os.path.isdir(os.path.expanduser(text)):
+        return f"store:{text}" if os.path.exists(os.path.join(text, "manifest.json")) else f"imagefolder:{text}"
+    return None
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """A remedy: the known word that is nearest, or all."""
+    known = list(known)
+    near = difflib.get_close_matches(word, known, n=1)
+    return f"Did you mean {near[0]!r}?" if near else f"Known: {', '.join(known)}."
 
 
 def default_name(source: str) -> str:

@@ -7,15 +7,17 @@ under `.building`, what is being removed under `.trash`; nobody looks into eithe
 from __future__ import annotations
 
 import contextlib
+import difflib
 import errno
 import os
 import re
 import shutil
 import stat
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from dataserve.protocol import limits, manifest
 from dataserve.protocol.errors import DataError, DataserveError, MachineError, UserError
@@ -24,6 +26,7 @@ from dataserve.protocol.manifest import Column, Manifest, Part
 BUILDING = ".building"
 INDEX = ".index"
 TRASH = ".trash"
+LABEL_DIGITS = 8
 
 _FOLDER = re.compile(rf"({limits.NAME.pattern})-[0-9a-f]{{{limits.FINGERPRINT_DIGITS}}}")
 _REBUILD = "Remove it and prepare the data again."
@@ -38,6 +41,9 @@ class Sealed:
     path: str
     manifest: Manifest
     id: str
+
+
+_Found = TypeVar("_Found", bound=Sealed | DataserveError)
 
 
 def default_root(environ: Mapping[str, str]) -> Path:
@@ -110,21 +116,24 @@ def find(root: str | os.PathLike[str], name: str) -> Sealed:
 
     Raises `unknown_dataset` or `ambiguous_dataset`, both with what there is, or what a damaged one raises.
     """
-    plain, _, prefix = name.partition("@")
-    found = [item for path, item in _scan(root) if _fits(path, plain, prefix)]
-    whole = [item for item in found if isinstance(item, Sealed)]
-    if len(whole) == 1:
-        return whole[0]
-    if len(whole) > 1:
-        which = ", ".join(f"{item.manifest.name}@{item.manifest.fingerprint[:8]}" for item in whole)
-        text = f"{name!r} names {len(whole)} stores in {os.fspath(root)!r}: {which}."
-        raise UserError("ambiguous_dataset", text, "Name one of them with its digits.")
-    for item in found:
-        assert isinstance(item, DataserveError)
-        raise item
-    names = sorted({item.manifest.name for item in list_sealed(root)})
-    text = f"There is no store called {name!r} in {os.fspath(root)!r}."
-    raise UserError("unknown_dataset", text, f"There are: {', '.join(names)}." if names else "There is none at all.")
+    found = _named(root, name)
+    whole = [(path, item) for path, item in found if isinstance(item, Sealed)]
+    _, item = _only(root, name, whole or found[:1])
+    if isinstance(item, Sealed):
+        return item
+    raise item
+
+
+def locate(root: str | os.PathLike[str], name: str) -> tuple[str, Sealed | DataserveError]:
+    """The folder that `NAME` or `NAME@prefix` means, and the store in it or what is wrong with it: a damaged one counts
+    as much as a whole one. Raises `unknown_dataset`, `ambiguous_dataset`."""
+    return _only(root, name, _named(root, name))
+
+
+def label(path: str | os.PathLike[str]) -> str:
+    """What people call the store in that folder, and can name it by: `mnist@0123abcd`."""
+    name, _, digits = os.path.basename(path).rpartition("-")
+    return f"{name}@{digits[:LABEL_DIGITS]}"
 
 
 def remove(root: str | os.PathLike[str], sealed: Sealed) -> None:
@@ -183,10 +192,31 @@ def sync_folder(path: str | os.PathLike[str]) -> None:
         os.close(folder)
 
 
+def _named(root: str | os.PathLike[str], name: str) -> list[tuple[str, Sealed | DataserveError]]:
+    plain, _, prefix = name.partition("@")
+    return [(path, item) for path, item in _scan(root) if _fits(path, plain, prefix) or os.path.basename(path) == name]
+
+
 def _fits(path: str, name: str, prefix: str) -> bool:
     """Whether that folder is a store of that name, and its fingerprint goes with that prefix, as far as it is named."""
     plain, _, digits = os.path.basename(path).rpartition("-")
     return plain == name and digits.startswith(prefix[: limits.FINGERPRINT_DIGITS])
+
+
+def _only(root: str | os.PathLike[str], name: str, found: Sequence[tuple[str, _Found]]) -> tuple[str, _Found]:
+    """The one that there is. Raises `unknown_dataset`, `ambiguous_dataset`."""
+    if len(found) == 1:
+        return found[0]
+    if found:
+        which = ", ".join(label(path) for path, _ in found)
+        text = f"{name!r} names {len(found)} stores in {os.fspath(root)!r}: {which}."
+        raise UserError("ambiguous_dataset", text, "Name one of them with its digits.")
+    text = f"There is no store called {name!r} in {os.fspath(root)!r}."
+    labels = [label(path) for path, _ in _scan(root)]
+    names = labels if "@" in name else sorted({text.partition("@")[0] for text in labels})
+    near = difflib.get_close_matches(name, names, n=1)
+    remedy = f"There are: {', '.join(names)}." if names else "There is none at all."
+    raise UserError("unknown_dataset", text, f"Did you mean {near[0]!r}? {remedy}" if near else remedy)
 
 
 def _scan(root: str | os.PathLike[str]) -> Iterator[tuple[str, Sealed | DataserveError]]:

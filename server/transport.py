@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import socket
 import stat
 import time
 from collections.abc import Sequence
@@ -174,7 +176,7 @@ def _await_reply(dealer: zmq.Socket[bytes], until: float) -> codec.Reply | None:
 
 
 def _absence(where: str) -> str | None:
-    """Why there is certainly no daemon at that address; None where a socket is."""
+    """Why there is certainly no daemon at that address; None where somebody listens."""
     try:
         found = os.lstat(address.socket_path(where))
     except FileNotFoundError:
@@ -185,7 +187,18 @@ def _absence(where: str) -> str | None:
         return "what lies there is no socket"
     if found.st_uid not in (os.geteuid(), 0):
         return f"it belongs to user {found.st_uid}, not to you ({os.geteuid()})"
-    return None
+    return _deafness(where)
+
+
+def _deafness(where: str) -> str | None:
+    """Why nobody listens at a socket that is there: a killed daemon's refuses at once. None where somebody does."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as probe:
+        refused = probe.connect_ex(address.socket_path(where))
+    if refused in (0, errno.EAGAIN):  # EAGAIN: so busy that its queue is full
+        return None
+    if refused == errno.ECONNREFUSED:
+        return f"a socket is there and nobody listens; {_holder(where)}"
+    return f"it cannot be reached: {os.strerror(refused)}"
 
 
 def _holder(where: str) -> str:

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dataserve.client.buffers import BIG_BYTES, PAGE_BYTES, Pool
+from dataserve.client.buffers import BIG_BYTES, PAGE_BYTES, SLACK, Pool, VaryingPool, _rounded
 
 #: Ways in which a user holds on to a batch; each alone must keep its memory.
 HOLDS: dict[str, Callable[[npt.NDArray[Any]], Any]] = {
@@ -72,6 +72,36 @@ def test_a_big_block_begins_on_a_page() -> None:
 def test_a_lease_larger_than_a_block_is_refused() -> None:
     with pytest.raises(ValueError, match="16 bytes does not fit a block of 8"):
         Pool(8).lease((2,), np.int64)
+
+
+def test_a_varying_block_serves_whatever_fits_and_no_outlier_stays() -> None:
+    pool = VaryingPool()
+    outlier = 100 * BIG_BYTES
+    where = address(pool.lease(outlier))
+    assert where == address(pool.lease(outlier // SLACK + outlier // 8))
+    assert where == address(pool.lease(outlier + outlier // 100))
+    pool.lease(BIG_BYTES)
+    assert [len(block) for block in pool._free] == [BIG_BYTES]
+    assert len(pool.lease(0)) == 0
+    assert len(pool.lease(BIG_BYTES + 1)) == BIG_BYTES + 1
+
+
+def test_a_varying_lease_is_kept_by_whoever_sees_it() -> None:
+    pool = VaryingPool()
+    kept = pool.lease(64).view(np.int32).reshape(4, 4)[1:]
+    kept[:] = 5
+    for size in range(100):
+        pool.lease(size).fill(1)
+    assert (kept == 5).all()
+    leases = [pool.lease(8) for _ in range(10)]
+    leases.clear()
+    assert len(pool._free) == 4
+
+
+@given(st.integers(0, 2**50))
+def test_sizes_are_rounded_up_by_an_eighth_at_most(size_bytes: int) -> None:
+    assert size_bytes <= _rounded(size_bytes) <= size_bytes + size_bytes // 8
+    assert _rounded(_rounded(size_bytes)) == _rounded(size_bytes)
 
 
 @given(st.lists(st.tuples(st.sampled_from(sorted(HOLDS)), st.booleans()), max_size=40))

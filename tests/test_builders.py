@@ -12,18 +12,29 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from dataserve.server import builders, child
-from dataserve.server.builders import Builders, Progress
-from dataserve.server.events import DatasetSealed, Event, PreparationAdvanced, PreparationFailed
+from dataserve.server.builders import Builders, Manner, Progress
+from dataserve.server.events import (
+    ConfirmationEnded,
+    ConfirmationStarted,
+    DatasetSealed,
+    Event,
+    PreparationAdvanced,
+    PreparationFailed,
+)
 from dataserve.server.spec import DatasetSpec
 
 from .daemons import arrays, until
+from .stores import write_store
 
 LIMIT_S = 60.0
+CONFIRMING = Manner()
+PLAIN = Manner(confirm=False)
 
 #: Acts by the name of its data set; leaves a line in `diary` when it comes and when it goes.
 STAND_IN = """
@@ -34,11 +45,29 @@ def say(**words):
     os.write(1, json.dumps(words).encode() + b"\\n")
 def note(word):
     with open("diary", "a") as file:
-        file.write(json.dumps([word, name, build]) + "\\n")
+        file.write(json.dumps([word, name, "confirm" if request["confirm"] else build]) + "\\n")
 def miss():
     say(event="verdict", hit=False, fingerprint=None, reasons=["nothing there"])
 note("comes")
-if not build and not name.startswith("early"):
+if name.startswith("hit"):
+    say(event="verdict", hit=not (request["confirm"] and "gone" in name), fingerprint=None, reasons=["as it was"])
+    if request["confirm"] and "gone" in name:
+        note("goes")
+        os._exit(0)
+    say(**json.load(open("sealed")))
+    if request["confirm"]:
+        note(os.nice(0))
+        say(event="confirming")
+        if "killed" in name:
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif "broken" in name:
+            say(event="failed", code="bad_transform", text="No such module.", remedy="")
+        elif "differs" in name:
+            say(event="failed", code="source_changed", text="Row 3 differs.", remedy="Give --version.")
+        else:
+            time.sleep(0.05)
+            say(event="confirmed", rows=16)
+elif not build and not name.startswith("early"):
     miss()
 elif "status" in name:
     os._exit(3)
@@ -80,7 +109,7 @@ def spec(name: str, source: str = "arrays:x.npz") -> DatasetSpec:
 class Run:
     """Builders turned by hand, as the daemon's loop turns them."""
 
-    def __init__(self, names: Sequence[str | DatasetSpec], root: Path) -> None:
+    def __init__(self, names: Sequence[str | DatasetSpec], root: Path, manner: Manner) -> None:
         specs = [spec(name) if isinstance(name, str) else name for name in names]
         self.log: list[str] = []
         self.progress: list[tuple[str, Progress]] = []
@@ -89,7 +118,7 @@ class Run:
         self.builders = Builders(
             specs,
             root,
-            None,
+            manner,
             self.log.append,
             lambda name, told: self.progress.append((name, told)),
             lambda: self.settled.append(len(self.events)),
@@ -124,8 +153,8 @@ def stand_in(isolated: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @contextlib.contextmanager
-def running(names: Sequence[str | DatasetSpec], root: Path) -> Iterator[Run]:
-    run = Run(names, root)
+def running(names: Sequence[str | DatasetSpec], root: Path, manner: Manner = CONFIRMING) -> Iterator[Run]:
+    run = Run(names, root, manner)
     try:
         yield run
     finally:
@@ -148,9 +177,97 @@ def test_a_miss_is_built_and_the_next_time_a_hit(isolated: Path) -> None:
     ]
     assert ("digits", 100) in [(name, told.done) for name, told in first.progress]
     with running([wanted], isolated / "store") as second:
-        assert second.finish() == [events[-1]]
+        assert second.finish() == [events[-1], ConfirmationStarted("digits"), ConfirmationEnded("digits", None)]
+    assert second.log[1] == "digits: 16 rows prepared again are as they are stored"
     assert second.log[0].startswith("digits: HIT: ")
     assert (second.builders.ready, second.builders.failed, second.builders.exit_status) == ({"digits"}, {}, 0)
+
+
+def test_without_confirming_a_hit_is_one_look_up(isolated: Path) -> None:
+    wanted = spec("digits", arrays(isolated / "data"))
+    with running([wanted], isolated / "store", PLAIN) as first:
+        sealed = first.finish()[-1]
+    with running([wanted], isolated / "store", PLAIN) as second:
+        assert second.finish() == [sealed]
+
+
+SCALED = """
+import pathlib
+def scaled(sample):
+    return {"label": sample["label"] * int(pathlib.Path("scale").read_text())}
+"""
+
+
+def test_a_transform_whose_output_silently_changed_is_served_until_its_rows_are_compared(
+    isolated: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(isolated)
+    (isolated / "scales.py").write_text(SCALED)
+    (isolated / "scale").write_text("2")
+    wanted = DatasetSpec("digits", arrays(isolated / "data"), transform="scales:scaled")
+    with running([wanted], isolated / "store") as first:
+        sealed = first.finish()[-1]
+    (isolated / "scale").write_text("3")
+    with running([wanted], isolated / "store") as second:
+        until(lambda: second.turn() or second.settled, "a store that is served")
+        assert second.events == [sealed]
+        second.finish()
+    assert second.events[1] == ConfirmationStarted("digits")
+    why = second.failures["digits"]
+    assert why.code == "source_changed"
+    assert "differs from the store in 1 of 1 values of label" in why.text
+    assert "--version NAME" in why.remedy
+    assert (second.builders.ready, second.builders.exit_status) == (set(), 1)
+
+
+@pytest.fixture
+def found(stand_in: Path) -> Path:
+    """The stand-in finds a store for whatever is called hit..."""
+    folder, made = write_store(stand_in / "store", {"label": np.arange(5)})
+    (stand_in / "sealed").write_text(json.dumps({"event": "sealed", "path": str(folder), "id": made.id}))
+    return stand_in
+
+
+def test_hits_are_confirmed_one_at_a_time_niced_and_after_all_look_ups(found: Path) -> None:
+    names = [*(f"hit{number}" for number in range(6)), "late"]
+    with running(names, found) as run:
+        run.finish()
+    seen = diary(found)
+    assert not any(task for _, _, task in seen[:14]), "look-ups are first"
+    confirmed = [word for word, _, task in seen if task == "confirm"]
+    assert confirmed == ["comes", os.nice(0) + builders.NICE, "goes"] * 6
+    assert [name for word, name, task in seen if task == "confirm" and word == "goes"] == sorted(names[:-1])
+    assert [task for _, name, task in seen if name == "late"] == [False, False, True, True], "it is built all the same"
+
+
+@pytest.mark.parametrize(
+    ("name", "events", "words"),
+    [
+        ("hit-killed", ["sealed", "started", "ended"], "served, but not confirmed: The process that prepares"),
+        ("hit-broken", ["sealed", "started", "ended"], "served, but not confirmed: No such module. [bad_transform]"),
+        ("hit-gone", ["sealed"], "not confirmed: as it was. A new start prepares it anew."),
+        ("hit-differs", ["sealed", "started", "failed"], None),
+    ],
+)
+def test_only_rows_that_differ_speak_against_a_store(
+    found: Path, name: str, events: list[str], words: str | None
+) -> None:
+    kinds = {"sealed": DatasetSealed, "started": ConfirmationStarted, "ended": ConfirmationEnded}
+    with running([name], found) as run:
+        run.finish()
+    assert [type(event) for event in run.events] == [kinds.get(kind, PreparationFailed) for kind in events]
+    assert (words is None) == (run.builders.ready == set())
+    assert words is None or any(words in line for line in run.log)
+
+
+def test_what_one_sample_may_take_and_the_number_of_workers_reach_the_child(isolated: Path) -> None:
+    (isolated / "slow.py").write_text("import time\ndef hangs(sample):\n    time.sleep(60)\n")
+    wanted = DatasetSpec("slow", arrays(isolated / "data"), transform="slow:hangs")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(isolated)
+        with running([wanted], isolated / "store", Manner(1, 1.0)) as run:
+            run.finish()
+    assert "has taken 1 s" in run.failures["slow"].text
 
 
 def test_a_sealed_store_is_served_by_its_name_and_its_path(isolated: Path) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
+import shlex
 import signal
 import socket
 import subprocess
@@ -33,18 +35,31 @@ def status() -> dict[str, Any]:
     ("words", "code", "text"),
     [
         ([], 2, "required: VERB"),
-        (["sing"], 2, "invalid choice: 'sing'"),
+        (["stat"], 2, "There is no verb 'stat'. Did you mean 'start'?"),
+        (["rm", "mnist"], 2, "Did you mean 'remove'?"),
+        (["zzz"], 2, "Known: start, prepare, status"),
+        (["list", "mnist"], 2, "'mnist' is one word too many"),
+        (["info"], 2, "required: NAME"),
+        (["info", "x", "--row", "-1"], 2, "'-1' is not an integer of 0 or more"),
+        (["preview", "x"], 2, "required: -o/--output"),
+        (["preview", "x", "-o", "x.jpg"], 2, "Give a name that ends in .png"),
+        (["prepare", "arrays:x", "--sample-timeout-s", "0"], 2, "'0' is no number of seconds above 0"),
+        (["prepare", "imagefoldr:/x"], 2, "Did you mean 'imagefolder:/x'?"),
+        (["prepare", "x.npz"], 2, "Did you mean 'arrays:x.npz'?"),
+        (["prepare", "/tmp"], 2, "Did you mean 'imagefolder:/tmp'?"),
+        (["prepare", "torchvison:MNIST"], 1, "Did you mean 'torchvision:MNIST'?"),
+        (["prepare", "arrays:"], 2, "names nothing"),
         (["start"], 2, "Either SOURCE or --config FILE is needed"),
         (["start", "arrays:x", "--no-wait"], 2, "--no-wait goes with --detach"),
         (["start", "arrays:x", "--workers", "0"], 2, "'0' is not an integer of 1 or more"),
-        (["start", "arrays:x", "--detatch"], 2, "unrecognized arguments: --detatch"),
+        (["start", "arrays:x", "--detatch"], 2, "There is no option '--detatch'. Did you mean '--detach'?"),
         (["start", "arrays:x", "--name", "A/B"], 2, "'A/B' is not allowed"),
         (["start", "arrays:x", "--on-error", "maybe"], 2, "invalid choice: 'maybe'"),
         (["start", "arrays:x", "--address", "tcp://0.0.0.0:5"], 2, "is not a Unix socket"),
         (["start", "--config", "/none.toml"], 2, "No such file or directory"),
         (["start", "arrays:/gone.npz", "--detach"], 1, "the daemon has ended"),
         (["prepare", "arrays:/gone.npz"], 1, "No such file or directory"),
-        (["prepare", "nonsense"], 1, "nonsense"),
+        (["prepare", "nonsense"], 2, "'nonsense' has no kind"),
         (["prepare", "no.such.module:make"], 1, "no.such.module"),
         (["prepare", "torchvision:MNITS"], 1, "MNIST"),
         (["prepare", "store:nothing"], 1, "There is no store called 'nothing'"),
@@ -90,6 +105,66 @@ def test_prepare_makes_the_store_once_and_list_shows_it(isolated: Path) -> None:
     shown = run("list").stdout
     assert found["fingerprint"][:16] in shown
     assert not (isolated / "run" / "d.sock").exists()
+
+
+SCALED = """
+import pathlib
+def scaled(sample):
+    return {"label": sample["label"] * int(pathlib.Path("scale").read_text())}
+"""
+
+
+@pytest.fixture
+def scaled(isolated: Path) -> tuple[str, ...]:
+    """The words for a data set whose transform reads a number that no fingerprint sees."""
+    (isolated / "scales.py").write_text(SCALED)
+    (isolated / "scale").write_text("2")
+    words = (arrays(isolated / "data"), "--transform", "scales:scaled")
+    assert run("prepare", *words, cwd=isolated).returncode == 0
+    return words
+
+
+def test_a_hit_that_no_longer_holds_is_served_at_first_and_then_refused_with_the_row(
+    isolated: Path, scaled: tuple[str, ...]
+) -> None:
+    (isolated / "scale").write_text("3")
+    with detached_ends():
+        began = run("start", *scaled, "--detach", cwd=isolated)
+        assert began.returncode == 0, began.stderr
+        assert "Serving digits" in began.stdout
+        failed = until(
+            lambda: (rows := status()["datasets"]) and rows[0]["state"] == "failed" and rows[0], "the failure"
+        )
+        assert "differs from the store in 1 of 1 values of label" in failed["error"]
+        assert "--version NAME" in failed["error"]
+        assert failed["path"] is not None, "jobs that run go on with it"
+        assert "failed" in run("status").stdout
+        assert run("stop").returncode == 0
+    ended = run("prepare", *scaled, cwd=isolated)
+    assert (ended.returncode, "[source_changed]" in ended.stderr) == (1, True)
+
+
+def test_while_a_hit_is_confirmed_status_says_so_and_it_is_served(isolated: Path, scaled: tuple[str, ...]) -> None:
+    (isolated / "scale").unlink()
+    os.mkfifo(isolated / "scale")  # the child waits in it
+    with daemon(*scaled, cwd=isolated) as serving:
+        row = until(
+            lambda: (rows := status()["datasets"]) and rows[0]["state"] == "confirming" and rows[0], "confirming"
+        )
+        assert row["rows"] == 100
+        assert "confirming" in run("status").stdout
+        for _ in range(16):
+            (isolated / "scale").write_text("2")
+        until(lambda: status()["datasets"][0]["state"] == "ready", "the end of it")
+        until(lambda: "16 rows prepared again are as they are stored" in serving.said, "its word")
+
+
+def test_without_confirming_no_child_is_started_on_a_hit(isolated: Path, scaled: tuple[str, ...]) -> None:
+    (isolated / "scale").write_text("3")
+    with daemon(*scaled, "--no-confirm", cwd=isolated) as serving:
+        children = Path(f"/proc/{serving.pid}/task/{serving.pid}/children").read_text().split()
+        assert (children, status()["datasets"][0]["state"]) == ([], "ready")
+        assert "prepared again" not in serving.said
 
 
 def test_list_shows_a_damaged_store_and_why(isolated: Path) -> None:
@@ -316,9 +391,18 @@ def test_a_daemon_that_does_not_answer_is_named_in_some_seconds(
 
 
 def test_every_verb_has_help_and_a_place_in_the_table() -> None:
-    assert [command.name for command in cli.COMMANDS][:5] == ["start", "prepare", "status", "stop", "list"]
+    verbs = ["start", "prepare", "status", "stop", "list", "info", "verify", "preview", "remove"]
+    assert [command.name for command in cli.COMMANDS] == verbs
     for command in cli.COMMANDS:
-        with pytest.raises(SystemExit) as ended, contextlib.redirect_stdout(open(os.devnull, "w")) as out:
+        with pytest.raises(SystemExit) as ended, contextlib.redirect_stdout(io.StringIO()) as out:
             cli.main([command.name, "--help"])
-        out.close()
         assert ended.value.code == 0
+        assert f"example:\n  dataserve {command.name}" in out.getvalue()
+
+
+@pytest.mark.parametrize("command", cli.COMMANDS, ids=lambda command: command.name)
+def test_every_example_is_a_command_that_is_understood(command: cli.Command) -> None:
+    for line in command.example.strip().splitlines():
+        program, *words = shlex.split(line)
+        assert (program, words[0]) == ("dataserve", command.name)
+        assert cli.parser().parse_args(words).run is command.run

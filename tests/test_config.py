@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from dataserve.protocol.errors import UserError
 from dataserve.server import cli, config
+from dataserve.server.builders import Manner
 from dataserve.server.command import wanted
 from dataserve.server.config import OPTIONS, Config
 from dataserve.server.spec import DatasetSpec
@@ -85,7 +86,7 @@ def test_a_file_of_two_data_sets(isolated: Path) -> None:
         (DatasetSpec("train", "torchvision:MNIST", args), DatasetSpec("digits", "arrays:/data/Digits.npz")),
         "ipc:///tmp/elsewhere/d.sock",
         "/stores",
-        3,
+        Manner(3),
     )
 
 
@@ -150,6 +151,10 @@ def test_relative_paths_in_a_file_are_relative_to_the_file(isolated: Path, monke
             "bad_config",
             "2 data sets are called 'x'",
         ),
+        ("sample_timeout_s = 0\n[[dataset]]\nsource = 'arrays:x'", "bad_config", "Give seconds above 0, 86400 at most"),
+        ("sample_timeout_s = true\n[[dataset]]\nsource = 'arrays:x'", "bad_config", "sample_timeout_s is True"),
+        ("confirm = 1\n[[dataset]]\nsource = 'arrays:x'", "bad_config", "confirm is 1, not true or false"),
+        ("[[dataset]]\nsource = 'arays:/x.npz'", "bad_source", "Did you mean 'arrays:/x.npz'?"),
         ("workers = 0\n[[dataset]]\nsource = 'arrays:x'", "bad_config", "workers is 0"),
         ("address = 'd.sock'\n[[dataset]]\nsource = 'arrays:x'", "bad_address", "is not an absolute path"),
     ],
@@ -184,8 +189,17 @@ def test_flags_beat_the_environment_which_beats_the_file_which_beats_defaults() 
 def test_workers_of_the_command_line_beat_the_files(isolated: Path) -> None:
     (isolated / "data.toml").write_text("workers = 3\n[[dataset]]\nsource = 'arrays:x'")
     path = str(isolated / "data.toml")
-    assert wanted(parsed("--config", path)).workers == 3
-    assert wanted(parsed("--config", path, "--workers", "5")).workers == 5
+    assert wanted(parsed("--config", path)).manner.workers == 3
+    assert wanted(parsed("--config", path, "--workers", "5")).manner.workers == 5
+
+
+def test_how_long_a_sample_may_take_and_whether_hits_are_confirmed(isolated: Path) -> None:
+    (isolated / "data.toml").write_text("sample_timeout_s = 2.5\nconfirm = false\n[[dataset]]\nsource = 'arrays:x'")
+    path = str(isolated / "data.toml")
+    assert wanted(parsed("--config", path)).manner == Manner(None, 2.5, False)
+    assert wanted(parsed("--config", path, "--sample-timeout-s", "9")).manner == Manner(None, 9.0, False)
+    assert wanted(parsed("arrays:x")).manner == Manner(None, None, True)
+    assert wanted(parsed("arrays:x", "--no-confirm")).manner.confirm is False
 
 
 @pytest.mark.parametrize(
@@ -213,7 +227,9 @@ def test_a_mistake_on_the_command_line_is_a_sentence(words: list[str], text: str
     [
         ("true", True),
         ("false", False),
-        ("True", "True"),
+        ("True", True),
+        ("False", False),
+        ('"False"', "False"),
         ("12", 12),
         ("-3", -3),
         ("007", "007"),

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import gc
 import itertools
 import os
 import pickle
+import random
 import subprocess
 import sys
 import threading
@@ -20,7 +22,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from dataserve.client import Info, ServedDataset
+from dataserve.client import Info, ServedDataset, order
 from dataserve.protocol import limits
 from dataserve.protocol import plan as plans
 from dataserve.protocol.errors import DataserveError, MachineError, UserError
@@ -103,6 +105,10 @@ def test_it_shows_what_it_is(daemon: FakeDaemon, sealed: Any) -> None:
         ({"dtype": "float32"}, "bad_option", "no torch.dtype"),
         ({"normalize": ((0.1, 0.2), (1.0, 1.0))}, "bad_option", "has 2 numbers"),
         ({"normalize": ((0.1,), (0.0,))}, "bad_option", "is 0"),
+        ({"ragged": "wide"}, "bad_option", "Known: list, flat, padded"),
+        ({"ragged": {"lable": "flat"}}, "unknown_column", "There are: image, label"),
+        ({"ragged": {"label": "flat"}}, "bad_option", "they are stacked"),
+        ({"ragged": 3}, "bad_option", "ragged=3"),
         ({"columns": ["lable"]}, "unknown_column", "There are: image, label"),
         ({"columns": 3}, "bad_option", "no list of names"),
         ({"prefetch": -1}, "bad_option", "prefetch is -1"),
@@ -232,6 +238,28 @@ def test_set_epoch_reaches_persistent_workers(daemon: FakeDaemon) -> None:
     train.set_epoch(7)
     assert labels(loader) == sequence(7)
     assert labels(loader) == sequence(8)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_the_next_order_is_there_before_the_epoch_ends_and_no_third_is_held(
+    daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch, workers: int, prefetch: int
+) -> None:
+    monkeypatch.setattr(order, "AHEAD_ROWS", N)
+    gc.collect()
+    train = served(seed=77, prefetch=prefetch, transform=orders_held)
+    loader = DataLoader(train, batch_size=None, num_workers=workers, persistent_workers=workers > 0)
+    epochs = [list(loader) for _ in range(3)]
+    for epoch, held in enumerate(epochs):
+        assert held[0] <= ({epoch} if epoch == 0 or not workers else {epoch, epoch + 1})
+        # A worker's first epoch may be its only one.
+        assert held[-1] == ({epoch} if workers and epoch == 0 else {epoch, epoch + 1})
+
+
+def orders_held(batch: Any) -> set[int]:
+    """Epochs whose order of the seed 77 is in memory, once no thread makes one any more."""
+    wait_for(lambda: all(thread.name != "dataserve-order" for thread in threading.enumerate()), "the thread's end")
+    return {epoch for digest, epoch in list(order._orders) if digest == Plan("shuffled", N, 77).digest()}
 
 
 def test_two_jobs_at_once_each_get_all_in_their_own_order(daemon: FakeDaemon) -> None:
@@ -416,6 +444,39 @@ def test_a_transform_draws_by_position_and_leaves_the_global_generator(daemon: F
     assert len(noises) > len(first) // 2
     torch.manual_seed(1)
     assert torch.equal(after, torch.rand(1))
+
+
+def add_all_noise(batch: Any) -> Any:
+    noise = [float(torch.rand(1)), float(np.random.rand()), float(np.random.randn()), random.random()]
+    return torch.tensor(noise, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_every_global_generator_draws_by_position_and_epoch_and_is_as_it_was(daemon: FakeDaemon, workers: int) -> None:
+    train = served(transform=add_all_noise)
+    loader = DataLoader(train, batch_size=None, num_workers=workers)
+    np.random.seed(1)
+    random.seed(1)
+    first, second = torch.stack(list(loader)), torch.stack(list(loader))
+    after = np.random.rand(), random.random()
+    np.random.seed(1)
+    random.seed(1)
+    assert after == (np.random.rand(), random.random())
+    for column in torch.cat([first, second]).T:
+        assert len(column.unique()) == 2 * len(train)
+    train.load_state_dict({**train.state_dict(0), "epoch": 0, "position": 16})
+    assert torch.equal(torch.stack(list(train)), first[2:])
+
+
+def test_a_generator_of_the_users_own_choice_stays_numpys_global_one(daemon: FakeDaemon) -> None:
+    before, mine = np.random.get_bit_generator(), np.random.PCG64(3)
+    np.random.set_bit_generator(mine)
+    try:
+        with pytest.raises(ZeroDivisionError):
+            next(iter(served(transform=fail)))
+        assert np.random.get_bit_generator() is mine
+    finally:
+        np.random.set_bit_generator(before)
 
 
 def fail(batch: Any) -> Any:
@@ -622,6 +683,16 @@ def test_an_iterator_does_not_cross_a_fork(daemon: FakeDaemon) -> None:
     assert labels(batches) == sequence(0)[8:]
 
 
+def raised_by_worker(loader: DataLoader[Any]) -> DataserveError:
+    """What the loop over a loader gets. Without its traceback: that would keep the workers for the collector, for which
+    torch ends them within 5 s only."""
+    try:
+        next(iter(loader))
+    except DataserveError as error:
+        return error.with_traceback(None)
+    raise AssertionError("nothing was raised")
+
+
 def test_the_cursor_is_not_moved_in_a_loader_worker(daemon: FakeDaemon) -> None:
     def move(worker: int) -> None:
         info = torch.utils.data.get_worker_info()
@@ -629,15 +700,25 @@ def test_the_cursor_is_not_moved_in_a_loader_worker(daemon: FakeDaemon) -> None:
         info.dataset.set_epoch(3)  # type: ignore[attr-defined]
 
     loader = DataLoader(served(), batch_size=None, num_workers=1, worker_init_fn=move)
-    with pytest.raises(RuntimeError, match=r"called in a loader worker.*\[bad_state\]"):  # as torch passes errors on
-        next(iter(loader))
+    error = raised_by_worker(loader)
+    assert (type(error), error.code) == (UserError, "bad_state")
+    assert error.text == "set_epoch() was called in a loader worker. Call it in the main process."
+    assert error.__notes__ == ["Caught UserError in DataLoader worker process 0."]
 
 
 def test_a_full_shared_memory_is_reported_and_not_died_of(daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch) -> None:
     train = served()
     monkeypatch.setattr(os, "statvfs", lambda path: os.statvfs_result((512, 512, 9, 9, 0, 9, 9, 9, 0, 255)))
-    with pytest.raises(RuntimeError, match=r"192 bytes must pass through /dev/shm, which has 0 free.*\[no_space\]"):
-        next(iter(DataLoader(train, batch_size=None, num_workers=1)))
+    error = raised_by_worker(DataLoader(train, batch_size=None, num_workers=1))
+    assert (type(error), error.code) == (MachineError, "no_space")
+    assert "192 bytes must pass through /dev/shm, which has 0 free" in error.text
+
+
+def test_a_refusal_in_a_worker_is_caught_by_its_class_in_the_loop(daemon: FakeDaemon) -> None:
+    daemon.refusals.append(UserError("job_mismatch", "Rank 1 says 7, rank 0 says 8.", "Agree."))
+    error = raised_by_worker(DataLoader(served(), batch_size=None, num_workers=1))
+    assert (type(error), error.code) == (UserError, "job_mismatch")
+    assert str(error) == "Rank 1 says 7, rank 0 says 8. Agree. [job_mismatch]"
 
 
 def test_the_rank_is_frozen_by_its_first_use_and_not_by_the_constructor(
@@ -657,4 +738,4 @@ def test_the_rank_is_frozen_by_its_first_use_and_not_by_the_constructor(
 def test_importing_the_client_leaves_torch_alone() -> None:
     code = "import sys, dataserve.client; print('torch' in sys.modules, dir(dataserve.client))"
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
-    assert ended.stdout.strip() == "False ['Info', 'ServedDataset']"
+    assert ended.stdout.strip() == "False ['Flat', 'Info', 'Padded', 'ServedDataset']"

@@ -84,8 +84,8 @@ def spec(source: str, **args: Any) -> DatasetSpec:
     return DatasetSpec("data", source, args)
 
 
-def test_a_map_style_factory_gets_its_arguments_typed(opening: Callable[..., Source]) -> None:
-    source = opening("Squares", count="7", power=3, label="1a", on="true")
+def test_a_map_style_factory_gets_its_arguments(opening: Callable[..., Source]) -> None:
+    source = opening("Squares", count=7, power=3, label="1a", on=True)
     assert source.length == 7
     assert source.classes == ("even", "odd")
     assert sources.read_sample(source, None, 3) == (27, 1)

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from dataserve.client import gather
-from dataserve.client.gather import Gatherer, outputs, select
+from dataserve.client import outputs as leaving
+from dataserve.client.gather import Gatherer, select
 from dataserve.client.mapping import Store
+from dataserve.client.outputs import outputs
 from dataserve.protocol.errors import DataError, UserError
 from dataserve.protocol.manifest import leaves
 
@@ -50,8 +51,8 @@ def gatherer(
 ) -> Gatherer:
     chosen = select(structure or store.manifest.structure, columns, store.manifest)
     used = [store.manifest.column(name) for name in leaves(chosen)]
-    leaving = outputs(used, options.get("dtype"), options.get("normalize"))
-    return Gatherer(store, chosen, leaving, batch_size)
+    leave = outputs(used, options.get("dtype"), options.get("normalize"), options.get("ragged"))
+    return Gatherer(store, chosen, leave, batch_size)
 
 
 def test_rows_come_as_stored_in_their_order(store: Store) -> None:
@@ -85,7 +86,7 @@ def test_images_are_normalized_as_torchvision_does(store: Store) -> None:
 
 def test_normalization_goes_over_all_rows_whatever_the_block(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = gatherer(store, "image", batch_size=N, normalize=(MEAN, STD)).gather(slice(0, N)).clone()
-    monkeypatch.setattr(gather, "BLOCK_BYTES", 3 * 4 * 60)
+    monkeypatch.setattr(leaving, "BLOCK_BYTES", 3 * 4 * 60)
     assert torch.equal(gatherer(store, "image", batch_size=N, normalize=(MEAN, STD)).gather(slice(0, N)), whole)
 
 

@@ -178,7 +178,7 @@ def test_an_empty_class_is_refused_or_kept_by_option_and_changes_the_fingerprint
     assert error.code == "bad_source"
     assert "1 of the 3 classes have no pictures: 'dog'" in error.text
     assert "allow_empty=true" in error.remedy
-    with opened(tmp_path, args={"allow_empty": "true"}) as source:
+    with opened(tmp_path, args={"allow_empty": True}) as source:
         assert source.classes == ("cat", "dog", "zebra")
         assert source.sample(1)[1] == 2
         now = fingerprint.survey(spec(tmp_path, args={"allow_empty": True}), source.identity())

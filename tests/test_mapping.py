@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from dataserve.client import mapping
 from dataserve.client.mapping import Store, locate, map_npy
 from dataserve.protocol.errors import DataError, MachineError, UserError
 from dataserve.protocol.manifest import Manifest
@@ -73,6 +74,45 @@ def test_a_damaged_file_is_refused(sealed: tuple[Path, Manifest], damage: Callab
     damage(file)
     with pytest.raises(DataError) as caught:
         Store(str(sealed[0]), sealed[1].id).column("x")
+    assert caught.value.code == "bad_store"
+
+
+@pytest.fixture
+def texts(tmp_path: Path) -> tuple[Path, Manifest]:
+    return write_store(tmp_path, {}, name="texts", ragged={"text": ["a", "", "bcd", "", ""], "none": [b""] * 5})
+
+
+def test_a_ragged_column_is_what_was_written_and_read_only(texts: tuple[Path, Manifest]) -> None:
+    store = Store(str(texts[0]), texts[1].id)
+    values, offsets = store.ragged("text")
+    assert (bytes(values), offsets.tolist()) == (b"abcd", [0, 1, 1, 4, 4, 4])
+    assert not values.flags.writeable
+    assert not offsets.flags.writeable
+    assert store.ragged("none").values.shape == (0,)
+    assert store.ragged("text").values is values
+
+
+@pytest.mark.parametrize(
+    ("offsets", "text"),
+    [
+        ([1, 1, 1, 4, 4, 4], "leads from 1 to 4, not from 0 to 4"),
+        ([0, 1, 1, 4, 4, 3], "leads from 0 to 3"),
+        ([0, 1, 1, 4, 4, 5], "leads from 0 to 5"),
+        ([0, 1, 0, 4, 4, 4], "falls behind row 1"),
+        ([0, 1, 1, 9, 4, 4], "falls behind row 3"),
+        ([0, 1, -(2**63), 4, 4, 4], "falls behind row 1"),
+    ],
+)
+@pytest.mark.parametrize("at_once", [1, 2, mapping.OFFSETS_SLICE])
+def test_hostile_offsets_are_a_damaged_store(
+    texts: tuple[Path, Manifest], monkeypatch: pytest.MonkeyPatch, offsets: list[int], text: str, at_once: int
+) -> None:
+    monkeypatch.setattr(mapping, "OFFSETS_SLICE", at_once)
+    file = texts[0] / "text.offsets.npy"
+    file.chmod(0o644)
+    file.write_bytes(file.read_bytes()[:4096] + np.array(offsets).tobytes())
+    with pytest.raises(DataError, match=text) as caught:
+        Store(str(texts[0]), texts[1].id).ragged("text")
     assert caught.value.code == "bad_store"
 
 

@@ -6,12 +6,14 @@ import gc
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from dataserve.client import order
+from dataserve.protocol import limits
 from dataserve.protocol.plan import Plan
 
 PLAN = Plan("shuffled", 1000, 7)
@@ -91,6 +93,50 @@ def test_without_a_usable_folder_it_is_made_in_memory(tmp_path: Path, folder: st
     before = sorted(tmp_path.rglob("*"))
     assert np.array_equal(order.of(PLAN, 0, str(tmp_path / folder), shared_rows=1), PLAN.order(0))
     assert sorted(tmp_path.rglob("*")) == before
+
+
+def ended(upcoming: order.Upcoming) -> None:
+    upcoming.start()
+    for thread in threading.enumerate():
+        if thread.name == "dataserve-order":
+            thread.join(10)
+
+
+def test_the_next_order_is_made_ahead_and_held_until_it_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(order, "AHEAD_ROWS", PLAN.n)
+    upcoming = order.Upcoming(PLAN, 6, "")
+    assert upcoming._order is None
+    ended(upcoming)
+    made = order._orders[PLAN.digest(), 6]
+    assert order.of(PLAN, 6, None) is made
+    assert np.array_equal(made, PLAN.order(6))
+    del made, upcoming
+    gc.collect()
+    assert (PLAN.digest(), 6) not in order._orders
+
+
+@pytest.mark.parametrize("case", ["small", "sequential", "last epoch", "worker"])
+def test_no_order_is_made_ahead_where_it_would_not_pay(monkeypatch: pytest.MonkeyPatch, case: str) -> None:
+    monkeypatch.setattr(order, "AHEAD_ROWS", PLAN.n + (case == "small"))
+    plan = Plan("sequential", PLAN.n) if case == "sequential" else PLAN
+    upcoming = order.Upcoming(plan, limits.EPOCH if case == "last epoch" else 6, "", lasts=case != "worker")
+    ended(upcoming)
+    assert upcoming._order is None
+
+
+def test_a_worker_makes_ahead_what_is_a_file_for_all(tmp_path: Path) -> None:
+    upcoming = order.Upcoming(PLAN, 6, str(tmp_path), shared_rows=1, lasts=False)
+    ended(upcoming)
+    assert np.array_equal(np.load(tmp_path / f"{DIGITS}-6.npy"), PLAN.order(6))
+
+
+def test_a_forked_child_makes_orders_though_another_thread_was_at_it() -> None:
+    with order._making:
+        pid = os.fork()
+        if pid == 0:
+            made = order.of(PLAN, 8, None)
+            os._exit(0 if np.array_equal(made, PLAN.order(8)) else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
 
 def test_another_process_has_the_same_order() -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import socket
 import stat
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -115,7 +118,7 @@ def test_ask_raises_the_daemons_error(hub: Hub, where: str) -> None:
 
 
 def test_ask_names_every_address_and_why_it_failed(isolated: Path, where: str) -> None:
-    stale = f"{isolated}/run/stale.sock"
+    stale = f"{isolated}/run/mute.sock"
     context = zmq.Context()
     mute = context.socket(zmq.ROUTER)
     mute.bind(address.normalise(stale))
@@ -128,3 +131,27 @@ def test_ask_names_every_address_and_why_it_failed(isolated: Path, where: str) -
     assert f"{address.socket_path(where)} (no socket there)" in caught.value.text
     assert "nobody answered in 0.6 s; daemon pid 999999999 is dead" in caught.value.text
     assert "dataserve start" in caught.value.remedy
+
+
+def test_a_killed_daemons_socket_is_told_at_once_with_its_pid(where: str) -> None:
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(address.socket_path(where))
+    Path(address.lock_path(where)).write_text("999999999")
+    began = time.monotonic()
+    with pytest.raises(ServerError, match="nobody listens; daemon pid 999999999 is dead") as caught:
+        ask([where], AskStatus(), 60.0)
+    assert caught.value.code == "no_daemon"
+    assert time.monotonic() - began < 6, "it waited for a reply"
+
+
+def test_a_daemon_whose_queue_is_full_is_waited_for(where: str) -> None:
+    with contextlib.ExitStack() as stack:
+        deaf = stack.enter_context(socket.socket(socket.AF_UNIX))
+        deaf.bind(address.socket_path(where))
+        deaf.listen(0)
+        for _ in range(3):
+            waiting = stack.enter_context(socket.socket(socket.AF_UNIX))
+            waiting.setblocking(False)
+            waiting.connect_ex(address.socket_path(where))
+        with pytest.raises(ServerError, match=r"nobody answered in 0\.3 s"):
+            ask([where], AskStatus(), 0.3)

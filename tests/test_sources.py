@@ -140,7 +140,7 @@ def test_a_member_that_ends_early_is_found(opening: Opening, tmp_path: Path) -> 
 
 def test_mnist_is_opened_with_its_arguments_and_classes(opening: Opening, mnist_root: Path) -> None:
     train = opening(spec("torchvision:MNIST", root=str(mnist_root)))
-    test = opening(spec("torchvision:MNIST", root=str(mnist_root), train="false"))
+    test = opening(spec("torchvision:MNIST", root=str(mnist_root), train=False))
     assert (train.length, test.length) == (60_000, 10_000)
     assert train.classes is not None
     assert train.classes[7] == "7 - seven"
@@ -182,7 +182,7 @@ def test_an_argument_of_a_base_class_is_known(tmp_path: Path) -> None:
 
 
 def test_a_data_set_without_files_needs_no_root(opening: Opening) -> None:
-    source = opening(spec("torchvision:FakeData", size="5"))
+    source = opening(spec("torchvision:FakeData", size=5))
     assert source.length == 5
     assert source.identity().roots == ()
 

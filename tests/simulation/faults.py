@@ -15,10 +15,12 @@ from .network import Weather
 class Faults:
     """The faults of one world. Each is a method of its name, and is injected at random times until `heal`."""
 
-    def __init__(self, site: Site, stores: Sequence[Store]) -> None:
+    def __init__(self, site: Site, stores: Sequence[Store], hurry: float) -> None:
+        """`hurry`: how many times as often as in a world of a few clients, whose steps take longer."""
         self.injected: Counter[str] = Counter()
         self._site = site
         self._stores = list(stores)
+        self._hurry = hurry
         self._timeline: Timeline = site.timeline
         self._draw()
 
@@ -38,7 +40,7 @@ class Faults:
         }
         for fault, (chance, mean_s) in every_s.items():
             if random.random() < chance:
-                self._repeat(fault, mean_s)
+                self._repeat(fault, mean_s / self._hurry)
         site.breaks_off = random.choice((0.0, 0.2, 0.5))
         site.validates = random.choice((0.0, 0.01, 0.05))
         site.daemon.network.weather = Weather(

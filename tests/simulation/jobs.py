@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from dataserve.client import state
 from dataserve.client.events import Iteration
+from dataserve.protocol import limits
 from dataserve.protocol.errors import DataserveError
 from dataserve.protocol.messages import Open
 from dataserve.protocol.partition import Cursor, Partition
@@ -141,9 +142,10 @@ class Job:
         if not self._may_be_refused(run, error):
             raise FaultError(f"{self.name} was refused, and nobody was in its way: {error}")
         if self.run is run:
-            self.leave(lingers_s=0.5)
-            if not self.guest:
-                self.site.timeline.after(self.site.timeline.random.uniform(1.0, 5.0), self.launch)
+            self.leave(lingers_s=0.5, graceful=True)
+            # In the end whoever is in the way without being there has to be waited for, not replaced by the next such.
+            again_s = limits.DEAD_S + 1.0 if self.site.calm else self.site.timeline.random.uniform(1.0, 5.0)
+            self.site.timeline.after(again_s, self.launch)
 
     def _may_be_refused(self, run: Run, error: DataserveError) -> bool:
         if error.code in self.site.upsets:

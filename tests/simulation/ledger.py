@@ -50,7 +50,7 @@ class Ledger:
         self._name = name
         self._n = n
         self._seed = seed
-        self._reached: dict[int, int] = {}  # by epoch: all below was given, once
+        self._reached: dict[int, int] = {}  # by epoch: all below was given; a checkpoint of then may come back
         self._open: dict[int, _Iteration] = {}
 
     def begin(self, number: int, epoch: int, position: int) -> None:
@@ -70,8 +70,8 @@ class Ledger:
 
     def end(self, number: int, *, whole: bool, tail: int) -> None:
         """All ranks have drawn what they wanted; where `whole`, all but a tail of at most so many positions."""
-        epoch = self._settle(number)
-        left = self._n - self._reached[epoch]
+        epoch = self._open[number].epoch
+        left = self._n - self._settle(number)
         if whole and not 0 <= left <= tail:
             raise FaultError(f"{self._name} ends epoch {epoch}, and {left} of its {self._n} positions were not given")
         self.epochs += whole
@@ -82,7 +82,8 @@ class Ledger:
             self._settle(number)
 
     def _settle(self, number: int) -> int:
-        """Read what was given, in order: it must be what comes next, behind all that was before the cursor."""
+        """Read what was given, in order: it must be what comes next, behind all that was before the cursor. Returns how
+        far that is."""
         iteration = self._open.pop(number)
         epoch, reached = iteration.epoch, iteration.position
         if self._reached.get(epoch, 0) < reached:
@@ -101,5 +102,5 @@ class Ledger:
                 break  # a rank's batch is missing; whoever goes on behind it is found out
             reached = places.stop
         self._reached = {known: value for known, value in self._reached.items() if known > epoch - 8}
-        self._reached[epoch] = reached
-        return epoch
+        self._reached[epoch] = max(reached, self._reached.get(epoch, 0))
+        return reached

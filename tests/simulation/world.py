@@ -15,7 +15,10 @@ from .jobs import Job, Site
 from .shell import Link
 
 SETTLE_S = 6.0  #: from the last fault until all loops have drawn on
-HEAL_S = SETTLE_S + limits.DEAD_S + 15.0  #: by then the daemon knows everybody: a dead one elsewhere takes DEAD_S
+HEAL_S = (
+    SETTLE_S + 2 * limits.DEAD_S + 15.0
+)  #: by then the daemon knows everybody: a dead one elsewhere takes DEAD_S, and
+#: so does a job that it was in the way of
 CHURN_S = 3 * limits.BEAT_S + 0.5  #: so long nobody may register anew
 SLOW_S, FAST_S = 0.4, 0.15  #: how long a step takes while the daemon learns of everybody, and when it knows
 
@@ -45,12 +48,13 @@ class World:
         self.site = Site(self.timeline, Daemon(self.timeline, stores, self._probe))
         self.site.daemon.start(stores, 0.01)
         jobs = random.randint(1, 4) if clients is None else max(1, clients // CONSUMERS_A_JOB)
+        self.site.daemon.validates_every = max(1, jobs // 16)
         for number in range(jobs):
             where = (HOST, NAMESPACE) if random.random() < 0.8 else ("elsewhere", number)
             self.site.jobs.append(Job(self.site, f"job{number}", random.choice(stores), where, random.randrange(3)))
         for job in self.site.jobs:
             self.timeline.after(random.uniform(0.0, 2.0), job.launch)
-        self.faults = Faults(self.site, stores)
+        self.faults = Faults(self.site, stores, hurry=max(1.0, jobs / 8))
 
     def _probe(self, pid: int, start_time: int) -> bool:
         return self.site.is_alive(pid, start_time)
