@@ -33,6 +33,7 @@ from .session import Session
 log = logging.getLogger("dataserve")
 
 CLOSE_WAIT_S = 0.1  #: a goodbye waits this long for its answer
+STOPPED_S = 1.0  #: a wait that ends so much too late belongs to a process that was stopped
 JOIN_S = 0.3  #: the process's end waits this long for a thread
 QUEUED = 64  #: messages either way; credit keeps them fewer
 
@@ -135,9 +136,16 @@ class Leave:
     changed: threading.Condition = field(default_factory=threading.Condition)
 
     def wait(self, wanted: Callable[[Leave], bool], timeout_s: float) -> bool:
-        """Wait until that holds or an error is there, which is raised; False at the time-out."""
+        """Wait until that holds or an error is there, which is raised; False at the time-out.
+
+        A process that was stopped meanwhile (Ctrl-Z, a debugger) wakes with its time over before the link's thread has had
+        a turn: it is given one.
+        """
+        until = time.monotonic() + timeout_s
         with self.changed:
             held = self.changed.wait_for(lambda: self.error is not None or wanted(self), timeout_s)
+            if not held and time.monotonic() > until + STOPPED_S:
+                held = self.changed.wait_for(lambda: self.error is not None or wanted(self), STOPPED_S)
         self.check()
         return held
 

@@ -1,6 +1,7 @@
 """The manifest of a store: what is in it, as a typed record, its canonical JSON and a validator that trusts nothing.
 
-FORMAT.md states the same. `id` is the SHA-256 of the manifest's bytes, which are canonical: sorted keys, no spaces, ASCII, no floats. Times, hosts, paths and pids are not in it, so that equal content has an equal id everywhere.
+FORMAT.md states the same. `id` is the SHA-256 of the manifest's bytes, which are canonical: sorted keys, no spaces, ASCII,
+no floats. Times, hosts, paths and pids are not in it, so that equal content has an equal id everywhere.
 """
 
 from __future__ import annotations

@@ -153,8 +153,10 @@ def test_while_a_hit_is_confirmed_status_says_so_and_it_is_served(isolated: Path
         )
         assert row["rows"] == 100
         assert "confirming" in run("status").stdout
-        for _ in range(16):
+        with open(isolated / "scale", "w") as waited_for:
+            (isolated / "scale").unlink()
             (isolated / "scale").write_text("2")
+            waited_for.write("2")
         until(lambda: status()["datasets"][0]["state"] == "ready", "the end of it")
         until(lambda: "16 rows prepared again are as they are stored" in serving.said, "its word")
 
@@ -162,8 +164,9 @@ def test_while_a_hit_is_confirmed_status_says_so_and_it_is_served(isolated: Path
 def test_without_confirming_no_child_is_started_on_a_hit(isolated: Path, scaled: tuple[str, ...]) -> None:
     (isolated / "scale").write_text("3")
     with daemon(*scaled, "--no-confirm", cwd=isolated) as serving:
-        children = Path(f"/proc/{serving.pid}/task/{serving.pid}/children").read_text().split()
-        assert (children, status()["datasets"][0]["state"]) == ([], "ready")
+        children = Path(f"/proc/{serving.pid}/task/{serving.pid}/children")
+        until(lambda: not children.read_text(), "the end of the look-up")
+        assert status()["datasets"][0]["state"] == "ready"
         assert "prepared again" not in serving.said
 
 

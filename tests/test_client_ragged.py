@@ -5,7 +5,8 @@ from __future__ import annotations
 import pickle
 import subprocess
 import sys
-from collections.abc import Iterator
+import wave
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,10 @@ from dataserve.protocol import manifest
 from dataserve.protocol.errors import DataError, UserError
 
 from .fakes import FakeDaemon, fake_daemon
+from .preparing import Child, factory, named, start
 from .stores import write_store
+
+__all__ = ["start"]  # the fixture
 
 N = 40
 RNG = np.random.default_rng(8)
@@ -342,3 +346,42 @@ def test_real_text_comes_back_as_it_was(tmp_path: Path, shared_data: Path, isola
             decoded = [bytes(row[mask].tolist()).decode() for row, mask in zip(text.values, text.mask, strict=True)]
             assert decoded == [paragraphs[row] for row in index.tolist()]
     assert sorted(seen) == list(range(len(paragraphs)))
+
+
+SPOKEN = """
+import pathlib, wave
+import numpy as np
+from torch.utils.data import Dataset
+
+class Spoken(Dataset):
+    def __init__(self, root):
+        self.paths = sorted(pathlib.Path(root).rglob("*.wav"))
+    def __len__(self):
+        return len(self.paths)
+    def __getitem__(self, index):
+        with wave.open(str(self.paths[index])) as file:
+            samples = np.frombuffer(file.readframes(file.getnframes()), "<i2")
+        return {"sound": (samples, file.getframerate()), "speaker": self.paths[index].stem, "index": index}
+"""
+
+
+def test_what_the_preparation_sealed_comes_back_in_the_samples_structure(
+    start: Callable[..., Child], shared_data: Path, isolated: Path
+) -> None:
+    root = shared_data / "audio" / "fsdd"
+    (isolated / "spoken.py").write_text(SPOKEN)
+    status, events, words = start(spec=factory("spoken:Spoken", root=str(root)), workers=2).end()
+    assert status == 0, (events[-3:], words)
+    folder = Path(named(events, "sealed")[0]["path"])
+    paths = sorted(root.rglob("*.wav"))
+    seen = []
+    with fake_daemon(folder, manifest.parse((folder / manifest.FILE).read_bytes())):
+        for batch in ServedDataset("data", batch_size=32, ragged={"sound_0": "padded"}):
+            (sound, rate), speakers, rows = batch["sound"], batch["speaker"], batch["index"].tolist()
+            assert speakers == [paths[row].stem for row in rows]
+            assert (rate.dtype, sound.values.dtype) == (torch.int64, torch.int16)
+            for row, values, length in zip(rows, sound.values, sound.lengths.tolist(), strict=True):
+                with wave.open(str(paths[row])) as file:
+                    assert values[:length].numpy().tobytes() == file.readframes(file.getnframes())
+            seen += rows
+    assert sorted(seen) == list(range(len(paths)))
