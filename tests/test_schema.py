@@ -184,7 +184,9 @@ def test_a_first_array_without_elements_is_ragged() -> None:
     assert Schema.of(np.zeros((0, 4))).fields == (Field("value", "float64", (4,), None, "ragged"),)
 
 
-@pytest.mark.parametrize("other", [np.zeros(3, "f8"), np.zeros((3, 1), "f4"), np.float32(3), "text", np.zeros((), "f4")])
+@pytest.mark.parametrize(
+    "other", [np.zeros(3, "f8"), np.zeros((3, 1), "f4"), np.float32(3), "text", np.zeros((), "f4")]
+)
 def test_a_row_that_does_not_fit_a_ragged_column_is_refused_with_both(other: Any) -> None:
     schema = Schema.of(np.zeros(0, "f4"))
     with pytest.raises(DataError, match="not float32 n"):
