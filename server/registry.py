@@ -147,20 +147,21 @@ class Registry:
         return self._strangers(message)
 
     def _strangers(self, message: Open) -> tuple[list[Consumer], DataserveError | None]:
-        """Other ranks that follow another plan of the same kind. Several plans in one job, or one after another, are fine
-        where each rank comes to them all; here no other rank follows this one's, and it has never followed theirs."""
+        """Other ranks of the same world that follow another plan: another seed, or no shuffle. Several plans in one job, or
+        one after another, are fine where each rank comes to them all (training and evaluation); here no other rank
+        follows this one's, and it has never followed theirs."""
         others = [
             held
             for held in self
-            if (held.open.job, held.open.dataset, held.open.plan["kind"])
-            == (message.job, message.dataset, message.plan["kind"])
+            if (held.open.job, held.open.dataset, held.open.world_size)
+            == (message.job, message.dataset, message.world_size)
             and held.open.rank != message.rank
             and message.rank not in self._ranks[held.group]
         ]
         group = (message.job, message.dataset, message.digest)
         if not others or group in self._ranks:
             return [], None
-        return others, _mismatch(message, others[0].open, ("seed", "n"))
+        return others, _mismatch(message, others[0].open, ("kind", "seed", "n"))
 
     def validate(self) -> None:
         """Asserts what must hold between any two events."""

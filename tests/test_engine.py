@@ -58,6 +58,9 @@ STORE = "a" * 64
 SEALED = DatasetSealed("digits", "/store/digits-bbbb", STORE, "b" * 64, 1000, 5000, ("image", "label"))
 
 
+SEQUENTIAL = {"plan": Plan("sequential", 1000).to_map(), "digest": Plan("sequential", 1000).digest()}
+
+
 class Harness:
     """An engine with connections named by letters; validates after every event."""
 
@@ -350,6 +353,7 @@ def test_two_seeds_in_each_rank_are_fine_under_loader_workers(daemon: Harness) -
         ({"last": "short"}, ("last='short'", "last='even'")),
         ({"seed": 5}, ("seed=5", "seed=0")),
         ({"seed": 5, "batch_size": 8}, ("seed=5", "seed=0")),
+        (SEQUENTIAL, ("kind='sequential'", "kind='shuffled'")),
     ],
 )
 def test_ranks_that_disagree_are_refused_with_both_values(
@@ -372,8 +376,7 @@ def test_several_plans_of_one_job_live_beside_each_other_where_every_rank_has_th
         daemon.open("a", seed=seed, instance=f"a{instance}", world_size=2)
     for seed, instance in ((0, "train"), (1, "other")):
         daemon.open("b", seed=seed, instance=f"b{instance}", world_size=2, rank=1)
-    plan = Plan("sequential", 1000)
-    evaluation = {"plan": plan.to_map(), "digest": plan.digest(), "last": "short"}
+    evaluation = SEQUENTIAL | {"last": "short"}
     daemon.open("a", instance="aval", world_size=2, **evaluation)
     daemon.open("b", instance="bval", world_size=2, rank=1, **evaluation)
     assert len(daemon.rows()) == 6
