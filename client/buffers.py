@@ -7,6 +7,7 @@ ndarray would not do: numpy collapses `.base` to the innermost owner, and the le
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from typing import Any
 
@@ -18,16 +19,28 @@ BIG_BYTES = 64 * 1024  #: from here on a block begins on a page
 SLACK = 4  #: a big block is not lent for less than this part of it
 
 
+class _Return(weakref.ref["_Lease"]):
+    """A block, and how it comes back: laid into the free list when the lease that holds this ends.
+
+    Its callback is `deque.append` itself, not a finaliser in Python: in one, a Ctrl-C would be raised where nobody can catch
+    it, and be lost. It is atomic too, since it comes in any thread, at any time.
+    """
+
+    __slots__ = ("block",)
+    block: npt.NDArray[np.uint8]
+
+
 class _Lease:
     """Exports a block until the last who sees it lets go; then the block goes back to where it came from."""
 
-    __slots__ = ("__array_interface__", "__weakref__", "_block", "_free")
+    # Nothing that holds a lease can be part of a cycle that the collector sees, which would skip the callback.
+    __slots__ = ("__array_interface__", "__weakref__", "_return")
 
     def __init__(
-        self, block: npt.NDArray[np.uint8], free: deque[npt.NDArray[np.uint8]], shape: tuple[int, ...], typestr: str
+        self, block: npt.NDArray[np.uint8], free: deque[_Return], shape: tuple[int, ...], typestr: str
     ) -> None:
-        self._block = block
-        self._free = free
+        self._return = _Return(self, free.append)
+        self._return.block = block
         self.__array_interface__ = {
             "shape": shape,
             "typestr": typestr,
@@ -35,16 +48,13 @@ class _Lease:
             "version": 3,
         }
 
-    def __del__(self) -> None:
-        self._free.append(self._block)  # atomic, and all that a finaliser may do: it runs in any thread, at any time
-
 
 class Pool:
     """Blocks of one size. `kept` of them wait for their next use; what is beyond that is given back to the system."""
 
     def __init__(self, size_bytes: int, kept: int = 4) -> None:
         self.size_bytes = size_bytes
-        self._free: deque[npt.NDArray[np.uint8]] = deque(maxlen=kept)
+        self._free: deque[_Return] = deque(maxlen=kept)
 
     def lease(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
         """A writable, C-contiguous array of undefined content, at most `size_bytes` large."""
@@ -53,7 +63,7 @@ class Pool:
         if needed > self.size_bytes:
             raise ValueError(f"a lease of {needed} bytes does not fit a block of {self.size_bytes}")
         try:
-            block = self._free.pop()
+            block = self._free.pop().block
         except IndexError:
             block = _block(self.size_bytes)
         return np.asarray(_Lease(block, self._free, shape, kind.str))
@@ -67,12 +77,12 @@ class VaryingPool:
     """
 
     def __init__(self, kept: int = 4) -> None:
-        self._free: deque[npt.NDArray[np.uint8]] = deque(maxlen=kept)
+        self._free: deque[_Return] = deque(maxlen=kept)
 
     def lease(self, size_bytes: int) -> npt.NDArray[np.uint8]:
         """Writable bytes of undefined content, `(size_bytes,)`."""
         try:
-            block = self._free.pop()
+            block = self._free.pop().block
         except IndexError:
             block = _block(_rounded(size_bytes))
         if not size_bytes <= len(block) <= max(BIG_BYTES, SLACK * size_bytes):

@@ -64,7 +64,7 @@ class ServedDataset(IterableDataset[Any]):
         job: str | None = None,
         seed: int = 0,
         shuffle: bool = True,
-        last: str = "even",
+        last: str = options.EVEN,
         drop_last: bool | None = None,
         rank: int | None = None,
         world_size: int | None = None,

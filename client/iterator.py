@@ -43,6 +43,13 @@ class Info(NamedTuple):
     valid: torch.Tensor
     row_seeds: torch.Tensor
 
+    def __repr__(self) -> str:
+        """Numbers, and the first rows only: a batch may have thousands."""
+        first = ", ".join(str(int(row)) for row in self.rows[:3])
+        more = ", ..." if len(self.rows) > 3 else ""
+        counts = f"{len(self.rows)} rows [{first}{more}], {int(self.valid.sum())} valid"
+        return f"Info(epoch={self.epoch}, start={self.start}, {counts})"
+
 
 class Run:
     """How far the loop is, shared by the iterator and the data set: counts only what the loop was given."""
@@ -146,17 +153,24 @@ class Draw:
 
 
 class _Shelf:
-    """What the loop and the thread ahead of it share: finished batches one way, room for more the other.
+    """What the loop and the thread ahead of it share: finished batches by index, and how far the loop is.
 
+    The queues only wake the other side, which then looks: a Ctrl-C between any two steps loses a waking and nothing else.
     `SimpleQueue.put` is re-entrant, so that a finaliser may call `stop` inside any other call of the same thread.
     """
 
     def __init__(self, depth: int) -> None:
+        self.depth = depth
+        self.taken = 0  # batches below this index have left or are leaving
+        self.batches: dict[int, Drawn | Exception] = {}
         self.room: queue.SimpleQueue[None] = queue.SimpleQueue()
-        self.ready: queue.SimpleQueue[Drawn | Exception] = queue.SimpleQueue()
+        self.ready: queue.SimpleQueue[None] = queue.SimpleQueue()
         self.stopped = False
-        for _ in range(depth):
-            self.room.put(None)
+
+    def put(self, index: int, drawn: Drawn | Exception) -> None:
+        """Lay batch `index` there."""
+        self.batches[index] = drawn
+        self.ready.put(None)
 
     def stop(self) -> None:
         """Have the thread end; waits for nothing."""
@@ -168,6 +182,7 @@ class Ahead:
     """A thread that draws batches in order, at most `depth` before they are taken."""
 
     def __init__(self, draw: Draw, depth: int) -> None:
+        self.failed = False  #: its error has been raised, and it draws no more
         self._timeout_s = draw.timeout_s + limits.SILENT_S
         self._shelf = _Shelf(depth)
         self._thread = threading.Thread(
@@ -176,12 +191,11 @@ class Ahead:
         self._thread.start()
 
     def take(self, index: int) -> Drawn:
-        """Batch `index`, the next in order. Raises what its drawing raised, and `stuck` where nothing comes."""
+        """Batch `index`, which stays here until `release`. Raises what its drawing raised, and `stuck` where nothing comes."""
         deadline = time.monotonic() + self._timeout_s
-        while True:
+        while (drawn := self._shelf.batches.get(index)) is None:
             try:
-                drawn = self._shelf.ready.get(timeout=POLL_S)
-                break
+                self._shelf.ready.get(timeout=POLL_S)
             except queue.Empty:
                 if self._thread.is_alive() and time.monotonic() < deadline:
                     continue
@@ -192,9 +206,16 @@ class Ahead:
                     "If the store lies on a slow disk, give a longer timeout_s.",
                 ) from None
         if isinstance(drawn, Exception):
+            self.failed = True
             raise drawn
+        self._shelf.taken = index + 1
         self._shelf.room.put(None)
         return drawn
+
+    def release(self, index: int) -> None:
+        """Let go of that batch and of older ones: whoever took it has it."""
+        for number in [number for number in list(self._shelf.batches) if number <= index]:
+            del self._shelf.batches[number]
 
     def stop(self) -> None:
         """Have the thread end; waits for nothing."""
@@ -203,23 +224,22 @@ class Ahead:
 
 def _work_ahead(draw: Draw, shelf: _Shelf) -> None:
     for index in range(draw.total):
-        _wait_for_room(shelf)
+        _wait_for_room(shelf, index)
         if shelf.stopped:
             return
         try:
-            shelf.ready.put(draw(index))
+            shelf.put(index, draw(index))
         except Exception as error:  # noqa: BLE001 - it comes out of next(), whatever it is
             error.add_note("in the thread that works ahead (prefetch)")
-            shelf.ready.put(error)
+            shelf.put(index, error)
             return
 
 
-def _wait_for_room(shelf: _Shelf) -> None:
+def _wait_for_room(shelf: _Shelf, index: int) -> None:
     """Until the loop takes a batch or lets go. A loop may take a night over one, so a time-out only waits again."""
-    while not shelf.stopped:
+    while not shelf.stopped and index >= shelf.taken + shelf.depth:
         with contextlib.suppress(queue.Empty):
             shelf.room.get(timeout=limits.TIMEOUT_S)
-            return
 
 
 class BatchIterator(Iterator[Any]):
@@ -242,6 +262,7 @@ class BatchIterator(Iterator[Any]):
         self._finish = finish
         self._passes_on = passes_on
         self._last_s: float | None = None
+        self._handed = -1  # the latest batch that the thread ahead has delivered
         self._ahead = Ahead(draw, prefetch) if draw is not None and prefetch and self._total else None
 
     def __next__(self) -> Any:
@@ -253,16 +274,27 @@ class BatchIterator(Iterator[Any]):
             raise StopIteration
         if self._last_s is not None:
             run.busy_s += asked_s - self._last_s
-        assert self._draw is not None
-        drawn = self._draw(run.given) if self._ahead is None else self._ahead.take(run.given)
+            self._last_s = None  # else a call that follows one that raised would count it again
+        drawn = self._next_drawn(run.given)
         result = self._finish(drawn)
         if self._passes_on:
             _require_shared_memory(_tensor_bytes(result))
-        run.given += 1
-        run.samples += drawn.place.valid
         self._last_s = time.perf_counter()
         run.wait_s += self._last_s - asked_s
+        run.samples += drawn.place.valid
+        run.given += 1  # last: no call follows, so that a Ctrl-C comes before it or after the return
         return result
+
+    def _next_drawn(self, index: int) -> Drawn:
+        """Batch `index`. One that has been handed to a transform that raised is drawn again: it may be half transformed."""
+        assert self._draw is not None
+        ahead = self._ahead
+        if ahead is None or ahead.failed or self._handed == index:
+            return self._draw(index)
+        drawn = ahead.take(index)
+        self._handed = index
+        ahead.release(index)
+        return drawn
 
     def _check(self) -> None:
         if self._run.replaced_by is not None:

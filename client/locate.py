@@ -31,6 +31,7 @@ def describe(name: str, addresses: Sequence[str], timeout_s: float, out: TextIO 
     began = heard = time.monotonic()
     callers: dict[str, transport.Caller] = {}
     reasons: dict[str, str] = {}
+    answered = False
     try:
         while True:
             for address in addresses:
@@ -38,14 +39,14 @@ def describe(name: str, addresses: Sequence[str], timeout_s: float, out: TextIO 
                 if isinstance(reply, Described):
                     return address, reply
                 if isinstance(reply, Preparing):
-                    heard = time.monotonic()
+                    heard, answered = time.monotonic(), True
                     notice.progress(name, reply)
                     time.sleep(ASK_EACH_S)
                     break
             now = time.monotonic()
             if now - heard >= timeout_s:
                 raise transport.no_daemon(reasons, timeout_s)
-            if now - began >= QUIET_S:
+            if now - began >= QUIET_S and not answered:  # else one is there, and busy for a moment
                 notice.waiting(addresses)
             if all(address not in callers for address in addresses):
                 time.sleep(min(ASK_EACH_S, timeout_s))  # nobody was asked, so nobody took the time
@@ -111,14 +112,14 @@ class _Notice:
             self.end()
             where = " or ".join(addresses)
             print(
-                f"waiting for a dataserve daemon at {where}; start one: dataserve start SOURCE",
+                f"dataserve: waiting for a daemon at {where}; start one: dataserve start SOURCE",
                 file=self._out,
                 flush=True,
             )
 
     def progress(self, name: str, reply: Preparing) -> None:
         """How far the daemon is."""
-        text = f"waiting for data set {name!r}: {describe_progress(reply)}"
+        text = f"dataserve: waiting for data set {name!r}: {describe_progress(reply)}"
         if self._terminal:
             print(f"\r\x1b[K{text}", end="", file=self._out, flush=True)
             self._open_line = True

@@ -16,8 +16,16 @@ from dataserve.protocol.address import normalise
 from dataserve.protocol.errors import UserError
 from dataserve.protocol.partition import LASTS
 
+
+class _Unsaid(str):
+    """A default that looks as what it stands for."""
+
+    __slots__ = ()
+
+
 PREFETCH = 64  #: batches ahead, at most
 SMALL_BATCH_BYTES = 1 << 20  #: below this, a thread that works ahead costs more than it saves
+EVEN = _Unsaid("even")  #: the default of `last`, told apart from an "even" that was given
 _NAMED = re.compile(rf"{limits.NAME.pattern}(@[0-9a-f]{{1,64}})?")
 
 
@@ -125,7 +133,7 @@ def _last(last: object, drop_last: object) -> str:
         raise UserError("bad_option", f"last={last!r} is unknown.", f"Known: {', '.join(LASTS)}.")
     if drop_last is None:
         return str(last)
-    if last != "even":
+    if not isinstance(last, _Unsaid):
         raise UserError("bad_option", f"last={last!r} and drop_last={drop_last!r} both say it.", "Give one of them.")
     return "drop" if _flag("drop_last", drop_last) else "even"
 

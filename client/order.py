@@ -10,9 +10,11 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import re
 import secrets
 import stat
 import threading
+import time
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -27,6 +29,8 @@ from dataserve.protocol.plan import Plan
 from .mapping import map_npy
 
 AHEAD_ROWS = 1 << 17  #: some milliseconds of sorting
+UNUSED_S = 3600.0  #: a file that nobody has begun to use for so long goes with the next one that is written
+_OURS = re.compile(r"\.?[0-9a-f]{16}-[0-9]+\.npy(\.[0-9a-f]{16})?")
 log = logging.getLogger("dataserve")
 
 Order = npt.NDArray[np.uint32]
@@ -104,12 +108,15 @@ def _shared(plan: Plan, epoch: int, folder: str) -> Order:
     name = f"{plan.digest()[:16]}-{epoch}.npy"
     path = os.path.join(folder, name)
     with contextlib.suppress(DataserveError):
-        return _mapped(path, plan.n)
+        mapped = _mapped(path, plan.n)
+        _note_use(path)
+        return mapped
     order = _own(plan, epoch)
     try:
         _prepare(folder)
         _write(folder, name, order)
         _forget_older(folder, plan.digest()[:16], epoch)
+        _forget_unused(folder)
         return _mapped(path, plan.n)
     except (OSError, DataserveError):
         return order
@@ -154,3 +161,19 @@ def _forget_older(folder: str, digest: str, epoch: int) -> None:
         if start == digest and number.isdecimal() and int(number) < epoch:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(os.path.join(folder, name))
+
+
+def _note_use(path: str) -> None:
+    """As the time of access, which no mount option keeps from being set so. Best effort: a file lost early is made again."""
+    with contextlib.suppress(OSError):
+        os.utime(path, ns=(time.time_ns(), os.stat(path).st_mtime_ns))
+
+
+def _forget_unused(folder: str) -> None:
+    """Unlink what ended jobs have left, of any plan, and what killed writers have: there may never be a next of theirs."""
+    for name in os.listdir(folder):
+        path = os.path.join(folder, name)
+        with contextlib.suppress(OSError):
+            found = os.lstat(path)
+            if _OURS.fullmatch(name) and time.time() - max(found.st_atime, found.st_mtime) > UNUSED_S:
+                os.unlink(path)

@@ -275,8 +275,10 @@ class Session:
         """Raise what only the user can mend, before the job's first batch. One that has been registered is never ended,
         whatever a daemon says that was restarted with other data, or has let somebody else in its place."""
         if self._settled or self.opened or error.retryable:
-            # One that is starting again says for a while that it is not ready: no news to a job that is alone already.
-            self._go_alone(str(error), quietly=self.alone and error.retryable)
+            # One that is starting again says for a while that it is not ready: no news to a job that is alone already, or
+            # that such a daemon has registered before.
+            starting = self.opened and error.code == "preparation_failed"
+            self._go_alone(str(error), quietly=error.retryable and (self.alone or starting))
         else:
             self._refuse(error)
 

@@ -31,7 +31,11 @@ def normalise(text: str) -> str:
         raise UserError("bad_address", f"The address {text!r} is not a Unix socket.", "Give ipc:///path or a path.")
     if not path.startswith("/") or path.endswith("/") or "\0" in path:
         raise UserError("bad_address", f"The address {text!r} is not an absolute path of a file.", "Give ipc:///path.")
-    size_bytes = len(path.encode("utf-8", "surrogateescape"))
+    try:
+        size_bytes = len(path.encode("utf-8"))
+    except UnicodeEncodeError:
+        text = f"The address {text!r} is no UTF-8, which the socket library takes alone."
+        raise UserError("bad_address", text, "Choose another path with --address or $DATASERVE_ADDRESS.") from None
     if size_bytes > limits.SOCKET_PATH_BYTES:
         raise UserError(
             "bad_address",

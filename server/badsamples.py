@@ -9,20 +9,21 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from dataserve.protocol import limits
-from dataserve.protocol.errors import DataError, UserError
+from dataserve.protocol.errors import DataError
 
 from . import store
+from .overheard import kind_of
 from .report import Reporter
 from .sources import Source, shown
+from .spec import bad_limit
 
 LISTED_EVENTS = 100
-LISTED_IN_ERROR = 5
+LISTED_IN_ERROR = 3  #: kinds of them, one example each
 #: Where a sample can fail. `worker`: it ended or held up the process that prepared it, twice.
 STAGES = ("open", "decode", "transform", "write", "worker")
 
@@ -48,15 +49,11 @@ class Limit:
         self._share: float | None = None
         if text is None:
             return
-        found = re.fullmatch(r"([0-9]{1,12})|([0-9]{1,3}(?:\.[0-9]{1,6})?)%", text)
-        if found is None or found[2] is not None and float(found[2]) > 100:
-            raise UserError("bad_option", f"max_bad={text!r} is neither N nor P%.", "Write --max-bad 20 or 0.5%.")
-        if found[1] is not None:
-            self._most = int(found[1])
-        else:
-            self._share = float(found[2]) / 100
-            if rows is not None:
-                self._most = int(rows * self._share)
+        count, self._share = bad_limit(text)
+        if count is not None:
+            self._most = count
+        elif self._share is not None and rows is not None:
+            self._most = int(rows * self._share)
 
     def passed(self, bad: int, scanned: int | None = None) -> bool:
         """Whether so many are too many; `scanned` is all samples, once their number is known."""
@@ -108,9 +105,12 @@ class BadSamples:
         """The refusal, after the table is written: what, then the first of them and where the others are."""
         self._found.sort()
         self._tell()
-        listed = [self._line(bad) for bad in self._found[:LISTED_IN_ERROR]]
-        if len(self._found) > LISTED_IN_ERROR:
-            listed.append(f"{len(self._found) - LISTED_IN_ERROR} more are in {str(self._table)!r}.")
+        kinds: dict[tuple[str, str], Bad] = {}  # a hundred that fail alike are one example and a number
+        for bad in self._found:
+            kinds.setdefault((bad.stage, kind_of(bad.cause)), bad)
+        listed = [self._line(bad) for bad in [*kinds.values()][:LISTED_IN_ERROR]]
+        if len(self._found) > len(listed):
+            listed.append(f"{len(self._found) - len(listed)} more are in {str(self._table)!r}.")
         first = self._found[0]
         code = first.code if all(bad.code == first.code for bad in self._found) else "bad_sample"
         return DataError(code, " ".join([what, *listed]).strip(), first.remedy or _REMEDY)

@@ -27,9 +27,11 @@ from .events import (
     PreparationAdvanced,
     PreparationFailed,
 )
+from .overheard import Alike
 from .spec import DatasetSpec
 
 LOOKUPS = 4  #: children at once that look up what is there
+OUR_CODES = ("internal", "worker_died", "stuck")  #: the failures whose traces on stderr somebody must see
 BAD_SAMPLE_CODES = ("bad_sample", "bad_schema")  #: the failures with an exit status of their own
 NICE = 10  #: of a confirming child: jobs may train already, and builds wait for no one
 
@@ -79,6 +81,7 @@ class Builders:
         self._builds: list[DatasetSpec] = []
         self._confirmations: list[DatasetSpec] = []
         self._children: list[Child] = []
+        self._alike: dict[str, Alike] = {}  # bad samples by data set
         self._unstarted: list[Event] = []
         self.ready: set[str] = set()
         self.failed: dict[str, str] = {}
@@ -104,12 +107,14 @@ class Builders:
         if self._settled is not None and len(self.ready | self.failed.keys()) == len(self._specs):
             settled, self._settled = self._settled, None
             settled()
-        return {child.descriptor for child in self._children}
+        return set().union(*(child.descriptors for child in self._children))
 
     def collect(self) -> list[Event]:
         """What has happened since the last call, without waiting."""
         events, self._unstarted = self._unstarted, []
         for child in list(self._children):
+            for line in child.stderr.hear():
+                self._log(f"{child.name}: {line}")
             for words in child.hear():
                 events += self._take(child, words)
             if child.ended():
@@ -180,14 +185,28 @@ class Builders:
                 if child.task == "look up" and self._manner.confirm and child.spec.scheme != "store":
                     self._queue(self._confirmations, child.spec)
                 return [_sealed(child.name, words["path"], words["id"])]
+            child.failed_by_us = words["code"] in OUR_CODES
             return [PreparationFailed(child.name, words["code"], words["text"], words["remedy"])]
-        if kind == "verdict":
+        if kind in ("bad", "bad_samples"):
+            self._tell_bad(child.name, words)
+        elif kind == "verdict":
             child.missed = not words["hit"]
             if words["hit"] or child.task == "build":  # a build says again, and better, why it was a miss
                 self._log(f"{child.name}: {'HIT' if words['hit'] else 'MISS'}: {'; '.join(words['reasons'])}")
         else:
             self._log(f"{child.name}: {_told(words)}")
         return []
+
+    def _tell_bad(self, name: str, words: dict[str, Any]) -> None:
+        """Bad samples, the first ones of each kind; of the others that there are such, when all are known."""
+        alike = self._alike.setdefault(name, Alike())
+        if words["event"] == "bad":
+            if alike.shows(words["stage"], words["cause"]):
+                self._log(f"{name}: {_told(words)}")
+            return
+        if left_out := alike.left_out():
+            self._log(f"{name}: {left_out} more like these were not shown one by one")
+        self._log(f"{name}: {_told(words)}")
 
     def _take_confirming(self, child: Child, words: dict[str, Any]) -> list[Event]:
         """One line of a child that compares: what it says of the store that was found is known already."""
@@ -227,6 +246,9 @@ class Builders:
 
     def _part_with(self, child: Child) -> list[Event]:
         """What comes of a child that has ended: its data set's outcome, or its turn to be built."""
+        unexplained = not child.settled and not (child.missed and child.process.returncode == 0)
+        for line in child.stderr.end(failed=unexplained or child.failed_by_us):
+            self._log(f"{child.name}: {line}")
         child.release()
         if child.settled:
             return []

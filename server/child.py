@@ -17,6 +17,7 @@ from dataserve.protocol.checks import Check, flag, integer, list_of, number, opt
 from dataserve.protocol.errors import DataserveError, ServerError, UserError
 
 from .events import PreparationFailed
+from .overheard import Stderr
 from .spec import DatasetSpec
 
 REQUEST_BYTES = 32 * 1024  #: half of what a pipe takes without a reader
@@ -77,18 +78,27 @@ class Child:
         self.settled = False  # it has said how it ends
         self.missed = False
         self.confirming = False
+        self.failed_by_us = False  # by a fault that its stderr explains
         self.fault: PreparationFailed | None = None
         self._heard = b""
         self._deaf = False  # its pipe is at its end, or not worth hearing any more
         self._deadline = 0.0
         self.process = subprocess.Popen(
-            PROGRAM, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True, bufsize=0
+            PROGRAM,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+            bufsize=0,
         )
         with contextlib.suppress(ProcessLookupError):  # before it starts a thread or a worker, which inherit it
             os.setpriority(os.PRIO_PROCESS, self.process.pid, os.getpriority(os.PRIO_PROCESS, 0) + nice)
         assert self.process.stdin is not None
         assert self.process.stdout is not None
+        assert self.process.stderr is not None
         self._stdin, self._stdout = self.process.stdin, self.process.stdout
+        self.stderr = Stderr(os.dup(self.process.stderr.fileno()))  # what native libraries and user code print
+        self.process.stderr.close()
         self._exit = os.pidfd_open(self.process.pid)  # readable once the process has ended
         os.set_blocking(self._stdout.fileno(), False)
         self._request(json.dumps(request).encode() + b"\n")
@@ -108,6 +118,11 @@ class Child:
     def descriptor(self) -> int:
         """What to watch now."""
         return self._exit if self._deaf else self._stdout.fileno()
+
+    @property
+    def descriptors(self) -> set[int]:
+        """All that is worth a turn of the loop."""
+        return {self.descriptor} | self.stderr.descriptors
 
     def hear(self) -> list[dict[str, Any]]:
         """The whole lines that have come, parsed and checked."""
@@ -160,6 +175,7 @@ class Child:
         os.close(self._exit)
         self._stdin.close()
         self._stdout.close()
+        self.stderr.close()
 
     def _refuse(self, error: DataserveError) -> None:
         """End a child that makes no sense."""

@@ -40,14 +40,33 @@ class Claim:
         """Whether the socket at the address is the one that was `bound`: the folder may have been emptied by hand."""
         return self._socket is not None and _identity(address.socket_path(self.address)) == self._socket
 
+    def renew(self) -> bool:
+        """Take again what was removed of the folder and the lock; whether the socket is gone too, so that its owner has to
+        make it and to say so (`bound`). Until then a second daemon may get in, which keeps the address.
+
+        Raises what `claim` does.
+        """
+        if not self._has_lock():
+            make_folder(self.address)
+            fresh = _lock(self.address)
+            os.close(self._lock)
+            self._lock = fresh
+        if self.ours:
+            return False
+        _clear(self.address)
+        return True
+
+    def _has_lock(self) -> bool:
+        """Whether the lock that we hold is the one that others would find."""
+        held = os.fstat(self._lock)
+        return _identity(address.lock_path(self.address)) == (held.st_dev, held.st_ino)
+
     def release(self) -> None:
         """Remove the socket and the lock if they are still ours, and let the next one in."""
         if self.ours:
             os.unlink(address.socket_path(self.address))
-        path = address.lock_path(self.address)
-        held = os.fstat(self._lock)
-        if _identity(path) == (held.st_dev, held.st_ino):
-            os.unlink(path)
+        if self._has_lock():
+            os.unlink(address.lock_path(self.address))
         os.close(self._lock)
 
 
@@ -97,10 +116,22 @@ def make_folder(where: str) -> str:
     return folder
 
 
+def clear_orders(where: str) -> None:
+    """Remove the orders of epochs that clients of earlier daemons have left beside the socket, in memory as it mostly is:
+    clients that still use one have it mapped, and make again what they miss. Files only, and as far as that can be done."""
+    folder = address.orders_path(where)
+    with contextlib.suppress(OSError):
+        if stat.S_ISDIR(os.lstat(folder).st_mode):
+            for name in os.listdir(folder):
+                with contextlib.suppress(OSError):
+                    os.unlink(os.path.join(folder, name))
+
+
 def holder(where: str) -> int | None:
     """The pid of the daemon that holds that address's lock; 0 where it has not left it; None where nobody holds it."""
     try:
-        lock = os.open(address.lock_path(where), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # a FIFO there must not hold us
+        lock = os.open(address.lock_path(where), flags)
     except OSError:
         return None
     try:
@@ -124,8 +155,12 @@ def _lock(where: str) -> int:
             raise _running(where, f"pid {pid}" if pid else "whose pid is not known yet") from None
         held = os.fstat(lock)
         if _identity(path) == (held.st_dev, held.st_ino):
-            os.ftruncate(lock, 0)
-            os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
+            try:
+                os.ftruncate(lock, 0)
+                os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
+            except OSError as error:
+                os.close(lock)
+                raise machine_error(error, path, "The daemon's pid cannot be written into its lock") from None
             return lock
         os.close(lock)  # its last holder removed it between our open and our lock
     raise MachineError("stuck", f"The lock {path!r} changes all the time.", "Stop what removes it.")
@@ -134,9 +169,15 @@ def _lock(where: str) -> int:
 def _openings(path: str) -> Iterator[int]:
     for _ in range(100):
         try:
-            yield os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+            flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+            lock = os.open(path, flags, 0o600)
         except OSError as error:
             raise machine_error(error, path, "The daemon's lock cannot be made") from None
+        if not stat.S_ISREG(os.fstat(lock).st_mode):
+            os.close(lock)
+            text = f"{path!r} is there and is no regular file, so it cannot be the daemon's lock."
+            raise UserError("bad_address", text, _OTHER)
+        yield lock
 
 
 def _clear(where: str) -> None:
@@ -163,7 +204,9 @@ def _clear(where: str) -> None:
 
 def _running(where: str, who: str) -> UserError:
     text = f"A daemon, {who}, already listens at {address.socket_path(where)}."
-    return UserError("daemon_running", text, "End it with `dataserve stop`, or choose another place with --address.")
+    remedy = "One daemon serves many data sets: write all of them into a TOML file (--config), run `dataserve stop` and start "
+    remedy += "with that file. Or choose another place with --address."
+    return UserError("daemon_running", text, remedy)
 
 
 def _identity(path: str) -> tuple[int, int] | None:

@@ -7,6 +7,8 @@ a sentence or two on stderr, never a traceback. Exit status: 0 ok, 1 failed, 2 u
 from __future__ import annotations
 
 import argparse
+import contextlib
+import errno
 import os
 import re
 import sys
@@ -14,23 +16,26 @@ import textwrap
 from collections.abc import Sequence
 from typing import NoReturn
 
-from dataserve.protocol.errors import DataserveError, MachineError
-from dataserve.protocol.messages import printable
+try:
+    from dataserve.protocol.errors import DataserveError, MachineError
+    from dataserve.protocol.messages import printable
 
-from . import (
-    command_info,
-    command_list,
-    command_prepare,
-    command_preview,
-    command_remove,
-    command_start,
-    command_status,
-    command_verify,
-)
-from .builders import BAD_SAMPLE_CODES
-from .command import EXIT_BAD_SAMPLES, EXIT_FAILED, EXIT_NO_DAEMON, EXIT_USAGE, Command
-from .fingerprint import installed
-from .spec import nearest
+    from . import (
+        command_info,
+        command_list,
+        command_prepare,
+        command_preview,
+        command_remove,
+        command_start,
+        command_status,
+        command_verify,
+    )
+    from .builders import BAD_SAMPLE_CODES
+    from .command import EXIT_BAD_SAMPLES, EXIT_FAILED, EXIT_NO_DAEMON, EXIT_USAGE, Command
+    from .fingerprint import installed
+    from .spec import nearest
+except KeyboardInterrupt:  # Ctrl-C before `main` is reached: no traceback for that either
+    raise SystemExit(130) from None
 
 COMMANDS: tuple[Command, ...] = (
     *command_start.COMMANDS,
@@ -74,17 +79,35 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not sys.platform.startswith("linux"):
             raise MachineError("not_linux", f"dataserve needs Linux; this is {sys.platform}.", "Run it in a container.")
         status: int = args.run(args)
-        sys.stdout.flush()
+        _flush()
     except DataserveError as error:
-        sys.stdout.flush()
+        with contextlib.suppress(OSError):
+            sys.stdout.flush()
         print(f"dataserve: {printable(f'{error.text} {error.remedy}'.strip())} [{error.code}]", file=sys.stderr)
         return _STATUS.get(error.code, EXIT_FAILED)
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:  # `dataserve list | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or Python's last flush would complain
+        _drop_output()
         return EXIT_FAILED
     return status
+
+
+def _flush() -> None:
+    """What is still to be written. Where it cannot be, as on a full file system, that is a sentence."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        _drop_output()
+        text = f"The output cannot be written: {error.strerror}."
+        raise MachineError("no_space" if error.errno == errno.ENOSPC else "no_access", text, "Make room.") from None
+
+
+def _drop_output() -> None:
+    """Or Python's last flush would complain."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
 def parser() -> argparse.ArgumentParser:

@@ -124,11 +124,11 @@ def wanted(args: argparse.Namespace) -> Config:
         if "depends" in given:
             given["depends"] = tuple(os.path.abspath(path) for path in given["depends"])
         check_source(args.source)
-        name = args.name or default_name(args.source)
+        name = default_name(args.source) if args.name is None else args.name
         spec = DatasetSpec(name, args.source, _arguments(args.arg), **given)
         return Config((spec,), manner=_manner(args, Manner()))
     flags = [option.flag for option in OPTIONS if option.field in given]
-    flags += [flag for flag, value in (("--name", args.name), ("--arg", args.arg)) if value]
+    flags += [flag for flag, value in (("--name", args.name is not None), ("--arg", args.arg)) if value]
     if flags:
         raise UserError("bad_option", f"{flags[0]} does not go with --config.", "Write it into the file.")
     config = read(args.config)

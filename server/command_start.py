@@ -6,23 +6,25 @@ import argparse
 import contextlib
 import os
 import re
+import stat
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
 
 from dataserve.protocol import address
-from dataserve.protocol.errors import ServerError, UserError
+from dataserve.protocol.errors import MachineError, ServerError, UserError
 
 from .builders import Progress
 from .claim import claim
 from .command import EXIT_FAILED, EXIT_OK, Command, add_address, add_datasets, places, root, wanted
 from .command_status import Status, ask_status
-from .daemon import Order, serve
+from .daemon import NOTHING, Order, serve
 from .display import Display
-from .store import make_root
+from .store import machine_error, make_root
 
-LOG = "daemon.log"  #: beside the socket
+SOCKET, LOG = "d.sock", "daemon.log"  #: beside the usual socket; beside another one a log of that one's name
+LOG_BYTES = 4 * 1024 * 1024  #: a log that has grown so long begins anew: the runtime folder is memory mostly
 LOOK_EACH_S = 0.2
 ANSWER_EACH_S = 0.02
 ANSWER_S = 30.0  #: a daemon that says nothing for so long, though its process is there, is not waited for
@@ -52,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
     config = wanted(args)
     order = Order(config.specs, places(args, config.address), root(args, config.store), config.manner)
     if not args.detach:
-        status = serve(order, Display(sys.stdout, stamped=True, bars=not args.no_progress))
+        status = serve(order, Display(sys.stdout, stamped=True, bars=not args.no_progress, lasting=True))
         if status:
             print("dataserve: no data set could be prepared; the reasons stand above.", file=sys.stderr)
         return status
@@ -71,10 +73,9 @@ class _Detached:
         program = [sys.executable, "-P", "-m", "dataserve.server.cli"]
         self._where = where
         self._display = Display(sys.stdout)
-        self._log_path = os.path.join(os.path.dirname(address.socket_path(where)), LOG)
-        flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
-        self._log = os.open(self._log_path, flags, 0o600)
-        self._read = 0
+        self._log_path = log_path(where)
+        self._log = _open_log(self._log_path)
+        self._read = os.fstat(self._log).st_size  # what earlier daemons have said stays, and is not said again
         self._process = subprocess.Popen(
             [*program, verb, "--no-progress", "--address", where, *rest],
             stdin=subprocess.DEVNULL,
@@ -121,8 +122,12 @@ class _Detached:
         """The last words, and the exit status."""
         failed = [row["name"] for row in status["datasets"] if row["state"] == "failed"] if status else []
         if wait and status and failed and len(failed) == len(status["datasets"]):
-            with contextlib.suppress(subprocess.TimeoutExpired):  # it ends by itself, with the status that fits
+            # It would end by itself, but stays some seconds for clients that wait; whoever started it waits here for it.
+            self._process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(ANSWER_S)
+                print(f"dataserve: nothing can be served; the daemon's log is {self._log_path}", file=sys.stderr)
+                return self._process.returncode or EXIT_FAILED
         self._relay()
         if self._process.poll() is not None:
             print(f"dataserve: the daemon has ended; its log is {self._log_path}", file=sys.stderr)
@@ -147,7 +152,30 @@ class _Detached:
                 return
             self._read += len(whole) + 1
             for line in whole.decode(errors="backslashreplace").split("\n"):
-                self._display.line(_STAMP.sub("", line))
+                if not (text := _STAMP.sub("", line)).startswith(NOTHING):  # it ends at once, as we see to it
+                    self._display.line(text)
+
+
+def log_path(where: str) -> str:
+    """The log of the detached daemon at that address: two daemons in one folder have two."""
+    folder, name = os.path.split(address.socket_path(where))
+    return os.path.join(folder, LOG if name == SOCKET else f"{name}.log")
+
+
+def _open_log(path: str) -> int:
+    """The log, to append to and to read. Raises `no_access`, `no_space`: before there is a daemon that would be left."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    try:
+        log = os.open(path, flags, 0o600)
+    except OSError as error:
+        raise machine_error(error, path, "The daemon's log cannot be made") from None
+    if not stat.S_ISREG(os.fstat(log).st_mode):
+        os.close(log)
+        text = f"{path!r} is there and is no regular file, so it cannot be the daemon's log."
+        raise MachineError("no_access", text, "Move it away, or choose another place with --address.")
+    if os.fstat(log).st_size > LOG_BYTES:
+        os.ftruncate(log, 0)
+    return log
 
 
 COMMANDS = (Command("start", "prepare and serve", add, run, EXAMPLE),)

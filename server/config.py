@@ -107,7 +107,11 @@ def addresses(flag: str | None, environ: Mapping[str, str], file: str | None, ui
 
 
 def store_root(flag: str | None, environ: Mapping[str, str], file: str | None) -> Path:
-    """Where stores lie, absolute."""
+    """Where stores lie, absolute. Raises `bad_option`."""
+    if flag == "":  # the path of an empty text is the current folder, which is hardly meant
+        raise UserError(
+            "bad_option", "--store is an empty text.", "Name a folder (--store . is this one), or leave it out."
+        )
     if flag is not None:
         return Path(os.path.abspath(flag))
     if file is not None and not environ.get("DATASERVE_STORE"):
@@ -142,6 +146,8 @@ def _parse(raw: Mapping[str, Any], folder: str) -> Config:
             raise UserError("bad_config", f"{names.count(name)} data sets are called {name!r}.", "Give each a name.")
     where = _typed(raw, "address", str, "the file")
     store = _typed(raw, "store", str, "the file")
+    if store == "":
+        raise UserError("bad_config", "`store` is an empty text.", "Name a folder, or leave the key out.")
     return Config(specs, where and address.normalise(where), store and _beside(folder, store), _manner(raw))
 
 
@@ -172,7 +178,8 @@ def _dataset(table: Mapping[str, Any], number: int, folder: str) -> DatasetSpec:
     if isinstance(args.get("root"), str):
         args["root"] = _beside(folder, str(args["root"]))
     source = _placed(source, folder)
-    return DatasetSpec(_typed(table, "name", str, place) or default_name(source), source, args, **fields)
+    name = _typed(table, "name", str, place)
+    return DatasetSpec(default_name(source) if name is None else name, source, args, **fields)
 
 
 def _option(table: Mapping[str, Any], option: Option, place: str) -> Any:

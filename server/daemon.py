@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import resource
 import secrets
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
 
-from dataserve.protocol import limits
+from dataserve.protocol import address, limits
+from dataserve.protocol.errors import DataserveError
 
 from .builders import Builders, Manner
-from .claim import Claim, claim
+from .claim import Claim, claim, clear_orders
 from .display import Display
 from .engine import About, Engine
 from .fingerprint import installed
@@ -24,7 +27,9 @@ from .spec import DatasetSpec
 from .store import make_root
 from .transport import Hub
 
+OPEN_FILES = 1 << 20  #: enough for all; some libraries walk through as many as they may have
 FAREWELL_S = 3  #: a daemon with nothing to serve tells those that wait why, for so long
+NOTHING = "There is nothing to serve"
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGALRM)
 
 
@@ -43,10 +48,12 @@ def serve(order: Order, display: Display) -> int:
     A data set that fails leaves the others served; where all have failed the daemon ends by itself, with 4 if it was for bad
     samples, else 1. Raises what stands in the way of a start: `daemon_running`, `unsafe_folder`, ...
     """
+    raise_open_files()
     root = make_root(order.store_root)
     with _stop_signals() as stop_fd:
         claimed = claim(order.addresses)
         try:
+            clear_orders(claimed.address)
             return _run(order, claimed, root, stop_fd, display)
         finally:
             claimed.release()
@@ -77,7 +84,8 @@ def _run(order: Order, claimed: Claim, root: Path, stop_fd: int, display: Displa
         display.line(f"dataserve {about.version}, pid {about.pid}, at {about.address}, store {about.store}")
         engine = Engine([spec.name for spec in order.specs], about, time.monotonic())
         boot = secrets.token_bytes(limits.BOOT_BYTES)
-        Service(engine, hub, builders, is_running, time.monotonic, boot, stop_fd, display.line).run()
+        keeper = Keeper(claimed, hub, display.line)
+        Service(engine, hub, builders, is_running, time.monotonic, boot, stop_fd, display.line, keeper.look).run()
     finally:
         display.close()
         hub.close()
@@ -85,10 +93,45 @@ def _run(order: Order, claimed: Claim, root: Path, stop_fd: int, display: Displa
     return 0 if builders.ready else builders.exit_status
 
 
+class Keeper:
+    """Sees to it that the daemon can be reached: what was removed of its folder, lock and socket is made again."""
+
+    def __init__(self, claimed: Claim, hub: Hub, log: Callable[[str], None]) -> None:
+        self._claimed = claimed
+        self._hub = hub
+        self._log = log
+        self._said = ""
+
+    def look(self) -> None:
+        """Once a tick. What stands in the way is told once, and tried again."""
+        try:
+            if self._claimed.renew():
+                self._hub.bind_again()
+                self._claimed.bound()
+                self._log(f"The socket {address.socket_path(self._claimed.address)} was removed; it is made again.")
+            self._said = ""
+        except (DataserveError, OSError) as error:
+            text = f"The socket was removed and cannot be made again: {error}"
+            if text != self._said:
+                self._said = text
+                self._log(text)
+
+
+def raise_open_files() -> None:
+    """The soft limit on open files to the hard one. Each connection is a file, and libzmq ends the process that has none
+    left for the next; a shell's usual soft limit, 1024, is fewer than the processes of some jobs. What comes above the hard
+    limit nobody here can stop: only this user can connect."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+
+
 def _serving(ready: Sequence[str], where: str) -> Iterator[str]:
     """What the operator reads once all data sets are sealed or have failed."""
     if not ready:
-        yield f"There is nothing to serve: the daemon ends in {FAREWELL_S} s."
+        yield f"{NOTHING}: the daemon ends in {FAREWELL_S} s."
         return
     yield f"Serving {', '.join(ready)} at {where}. In Python:"
     yield "    from dataserve.client import ServedDataset"
@@ -98,13 +141,16 @@ def _serving(ready: Sequence[str], where: str) -> Iterator[str]:
 def is_running(pid: int, start_time: int) -> bool:
     """Whether the process of that pid and start time (/proc/PID/stat, field 22, clock ticks since boot) is there.
 
-    A zombie is not: it holds nothing any more.
+    A zombie is not: it holds nothing any more. One that cannot be looked at, for want of a file or of memory, counts as
+    there: what it holds must not go to another.
     """
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             fields = file.read().rpartition(b")")[2].split()  # the name before it may hold anything
-    except OSError:
+    except (FileNotFoundError, ProcessLookupError):
         return False
+    except OSError:
+        return True
     return fields[0] not in (b"Z", b"X") and int(fields[19]) == start_time
 
 

@@ -4,6 +4,7 @@ when something is drawn on a terminal; it respects NO_COLOR.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections.abc import Sequence
@@ -25,10 +26,11 @@ Cell = str | int | float | None
 
 class Display:
     """Lines and the progress of several data sets on one stream. `stamped` puts the time before each line of a log, without
-    `bars` progress is not shown."""
+    `bars` progress is not shown. `lasting`: that the stream takes no more, as on a full file system, is no error."""
 
-    def __init__(self, stream: TextIO, *, stamped: bool = False, bars: bool = True) -> None:
+    def __init__(self, stream: TextIO, *, stamped: bool = False, bars: bool = True, lasting: bool = False) -> None:
         self._stream = stream
+        self._kept: tuple[type[Exception], ...] = (OSError, ValueError) if lasting else ()  # ValueError: it is closed
         self._terminal = stream.isatty()
         self._stamped = stamped and not self._terminal
         self._shows_progress = bars
@@ -40,10 +42,11 @@ class Display:
         """One line, above the bars."""
         stamp = time.strftime("%Y-%m-%d %H:%M:%S ") if self._stamped else ""
         text = f"{stamp}{printable(text)}"
-        if self._bars is not None:
-            self._bars.console.print(text, markup=False, highlight=False, soft_wrap=True)
-        else:
-            print(text, file=self._stream, flush=True)
+        with contextlib.suppress(*self._kept):
+            if self._bars is not None:
+                self._bars.console.print(text, markup=False, highlight=False, soft_wrap=True)
+            else:
+                print(text, file=self._stream, flush=True)
 
     def progress(self, name: str, told: Progress, text: str | None = None) -> None:
         """How far a data set is: a bar that moves, or a line now and then; in the words of `text`, else as it is told."""
@@ -56,15 +59,17 @@ class Display:
             return
         self._last[name] = now
         if self._terminal:
-            self._draw(name, told, text or describe_progress(told))
+            with contextlib.suppress(*self._kept):
+                self._draw(name, told, text or describe_progress(told))
         else:
             self.line(f"{name}: {text or describe_progress(told)}")
 
     def close(self) -> None:
         """Leave the bars; they are gone from the terminal."""
         if self._bars is not None:
-            self._bars.stop()
-            self._bars = None
+            bars, self._bars = self._bars, None
+            with contextlib.suppress(*self._kept):
+                bars.stop()
 
     def _draw(self, name: str, told: Progress, text: str) -> None:
         from rich.console import Console

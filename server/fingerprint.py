@@ -1,6 +1,6 @@
 """What a store was made from, as named parts with one hash, and whether that is still so: HIT or MISS and why.
 
-    files      the source's files (census.py): by stat or by content, wherever they lie
+    files      the source's files and those of --depends (census.py): by stat or by content, wherever they lie
     source     its kind and arguments, and the code of a factory (codeprint.py)
     transform  the transform's code
     images     the rules for pictures (images.py)
@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from dataserve.protocol import limits, manifest, version
-from dataserve.protocol.errors import DataserveError
+from dataserve.protocol.errors import DataserveError, UserError
 
 from . import census, images, record, sources, store
 from .census import Entry
@@ -92,15 +92,10 @@ def survey(
     """Looks at the files, the code and the versions behind a spec. The spec is `located`. Without `code` the operator's
     modules are imported and read; `earlier` are files whose hashes hold where their times do.
 
-    Raises `no_access`, `bad_transform`, `bad_source`.
+    Raises `no_access`, `bad_transform`, `bad_source`, `bad_option`.
     """
     code = read_code(spec) if code is None else code
-    if identity.pictures:
-        from .imagefolder import census_entries
-
-        files = {identity.roots[0]: census_entries(spec)}
-    else:
-        files = {root: census.files(root) for root in identity.roots}
+    files = _files(spec, identity)
     if spec.identity == "content":
         files = {root: census.hashed(root, found, (earlier or {}).get(root)) for root, found in files.items()}
     parts = {
@@ -118,6 +113,24 @@ def survey(
         "versions": {name: _major_minor(name) for name in sorted({*identity.libraries, *code.libraries})},
     }
     return Survey(identity, parts, files, code)
+
+
+def _files(spec: DatasetSpec, identity: Identity) -> dict[str, Sequence[Entry]]:
+    """By root: the files of the source and of `depends`. Raises `no_access`, `bad_option`."""
+    files: dict[str, Sequence[Entry]]
+    if identity.pictures:
+        from .imagefolder import census_entries
+
+        files = {identity.roots[0]: census_entries(spec)}
+    else:
+        files = {root: census.files(root) for root in identity.roots}
+    for path in spec.depends:
+        if not os.path.exists(path):  # as an empty root it would never be seen to change
+            text = f"What --depends names is not there: {sources.shown(path)}."
+            raise UserError("bad_option", text, "Correct its path, or leave it out.")
+        if path not in files:
+            files[path] = census.files(path)
+    return files
 
 
 def changed_since(spec: DatasetSpec, seen: Survey) -> list[str]:
@@ -174,7 +187,12 @@ def miss(root: Path, spec: DatasetSpec, recalled: Verdict, seen: Survey) -> Verd
     if known is not None:
         found = changes(known.parts, seen.parts, known.files, seen.files) or recalled.reasons
     else:
-        named = [item for item in store.list_sealed(root) if item.manifest.name == spec.name]
+        sealed = store.list_sealed(root)
+        same = [item.manifest.name for item in sealed if item.manifest.fingerprint == seen.fingerprint]
+        if same:
+            text = f"prepared here only under the name {same[0]!r}, which --name {same[0]} serves as it is"
+            return Verdict(False, None, seen.fingerprint, [text, *notes(seen.parts)])
+        named = [item for item in sealed if item.manifest.name == spec.name]
         differences = [changes(item.manifest.fingerprint_parts, seen.parts) for item in named]
         found = min(differences, key=len, default=[]) or recalled.reasons
     return Verdict(False, None, seen.fingerprint, [*found, *notes(seen.parts)])

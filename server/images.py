@@ -19,6 +19,7 @@ bound, needs one changed; a lock lets one thread at a time do so.
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import threading
 import warnings
@@ -96,14 +97,13 @@ class Rules:
 def load(data: bytes, rules: Rules) -> Image:
     """The picture in a file's bytes: its header is read, nothing is decoded. Raises `bad_sample` where it has too many
     pixels, and what Pillow raises where the header is none."""
-    from PIL import Image as pil
-    from PIL import UnidentifiedImageError
-
+    pil = _pillow()
     beyond = pil.MAX_IMAGE_PIXELS is not None and rules.max_pixels > 2 * pil.MAX_IMAGE_PIXELS
+    _hush()
     try:
-        with _changed(pixels=beyond, truncated=rules.truncated), _quiet():
+        with _changed(pixels=beyond, truncated=rules.truncated):
             image: Image = pil.open(io.BytesIO(data))
-    except UnidentifiedImageError:
+    except pil.UnidentifiedImageError:
         raise DataError("bad_sample", _no_picture(data)) from None
     except pil.DecompressionBombError as error:
         raise _too_large(str(error).partition("(")[2].partition(" ")[0], rules) from None
@@ -145,6 +145,8 @@ def _pixels(image: Image) -> Pixels:
 
 def upright(image: Image) -> Image:
     """The picture turned as its EXIF orientation says."""
+    if getattr(image, "format", None) == "JPEG" and "exif" not in image.info and "xmp" not in image.info:
+        return image  # nothing that could say so; to ask Pillow costs a tenth of a small picture
     try:
         turn = _TURNS.get(image.getexif().get(_ORIENTATION, 1))
     except Exception:  # noqa: BLE001 - Pillow raises SyntaxError, struct.error, KeyError and more on broken EXIF
@@ -196,7 +198,8 @@ def _decoded(image: Image, rules: Rules) -> Image:
             "Scale 16-bit ones with --mode L or RGB; others in a --transform that returns an array or tensor.",
         )
     if image.info or getattr(image, "tile", None):  # one that was made from an array has neither: nothing to decode
-        with _changed(truncated=rules.truncated), _quiet():
+        _hush()
+        with _changed(truncated=rules.truncated):
             image.load()
             image = upright(image)
     if _is_16_bit(image):
@@ -268,13 +271,17 @@ def _start(have: int, want: int) -> int:
     return -((want - have) // 2) if want > have else round((have - want) / 2.0)
 
 
-@contextlib.contextmanager
-def _changed(*, pixels: bool = False, truncated: bool = False) -> Iterator[None]:
+def _changed(*, pixels: bool = False, truncated: bool = False) -> contextlib.AbstractContextManager[None]:
     """Pillow without its own bound on pixels, or tolerant of data that ends early, for as long as this lasts."""
-    if not pixels and not truncated:
-        yield
-        return
-    from PIL import Image as pil
+    return _really_changed(pixels=pixels, truncated=truncated) if pixels or truncated else _UNCHANGED
+
+
+_UNCHANGED = contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def _really_changed(*, pixels: bool, truncated: bool) -> Iterator[None]:
+    pil = _pillow()
     from PIL import ImageFile as files
 
     with _lock:  # nobody waits here for longer than one picture takes to decode
@@ -287,9 +294,23 @@ def _changed(*, pixels: bool = False, truncated: bool = False) -> Iterator[None]
             pil.MAX_IMAGE_PIXELS, files.LOAD_TRUNCATED_IMAGES = before
 
 
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Without what Pillow warns of in headers: what it means for a sample is decided here."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
+def _hush() -> None:
+    """Have Pillow not warn of what it finds in headers, in this process: what it means for a sample is decided here.
+
+    A look at the first filter, where ours is; to save and restore all filters for each picture costs more than a look.
+    """
+    global _hushed  # noqa: PLW0603 - the filter is the process's own, too
+    if not warnings.filters or warnings.filters[0] is not _hushed:
+        warnings.filterwarnings("ignore", module=r"PIL\.")
+        _hushed = warnings.filters[0]
+
+
+_hushed: object = None
+
+
+@functools.cache
+def _pillow() -> Any:
+    """Pillow's main module: imported with the first picture, since a look-up of what is there needs none."""
+    from PIL import Image as pil
+
+    return pil

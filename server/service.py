@@ -63,7 +63,8 @@ class Service:
     """Runs one daemon until it is told to stop.
 
     `probe(pid, start_time)` says whether that process is there, `clock()` the seconds of a steady clock, `log(text)` tells
-    the operator; `stop_fd` becomes readable when a signal wants the end.
+    the operator; `stop_fd` becomes readable when a signal wants the end; `each_tick()` looks after what else is the
+    daemon's.
     """
 
     def __init__(
@@ -76,6 +77,7 @@ class Service:
         boot: bytes,
         stop_fd: int,
         log: Callable[[str], None],
+        each_tick: Callable[[], None] = lambda: None,
     ) -> None:
         self._engine = engine
         self._hub = hub
@@ -85,6 +87,7 @@ class Service:
         self._boot = boot
         self._stop_fd = stop_fd
         self._log = log
+        self._each_tick = each_tick
         self._watched: set[int] = set()
         self._running = True
 
@@ -113,6 +116,10 @@ class Service:
         if not ticks:
             return next_tick
         self._take(Ticked())
+        try:
+            self._each_tick()
+        except Exception as error:  # noqa: BLE001 - what is served already goes on
+            self._log(f"internal: {type(error).__name__}: {error}, at a tick")
         return self._clock() + limits.TICK_S
 
     def _collect(self) -> None:

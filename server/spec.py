@@ -74,6 +74,8 @@ class DatasetSpec:
         for option, value in (("resize", self.resize), ("crop", self.crop)):
             if value is not None:
                 size(option, value)
+        if self.max_bad is not None:
+            bad_limit(self.max_bad)
         if self.max_pixels is not None and not 1 <= self.max_pixels <= SIDE_PIXELS**2:
             text = f"max_pixels={self.max_pixels} is outside [1, {SIDE_PIXELS**2}]."
             raise UserError("bad_option", text, "Give the most pixels that one picture may have, width x height.")
@@ -111,6 +113,14 @@ def size(option: str, text: str) -> tuple[int, ...]:
         what = f"{option}={text!r} is no size: SIZE or HxW with sides in [1, {SIDE_PIXELS}] pixels."
         raise UserError("bad_option", what, f"Write --{option} 224 or --{option} 224x320 (height x width).")
     return sides
+
+
+def bad_limit(text: str) -> tuple[int | None, float | None]:
+    """`max_bad` as (N, None), or as (None, share) of `P%`. Raises `bad_option`."""
+    found = re.fullmatch(r"([0-9]{1,12})|([0-9]{1,3}(?:\.[0-9]{1,6})?)%", text)
+    if found is None or found[2] is not None and float(found[2]) > 100:
+        raise UserError("bad_option", f"max_bad={text!r} is neither N nor P%.", "Write --max-bad 20 or 0.5%.")
+    return (int(found[1]), None) if found[1] is not None else (None, float(found[2]) / 100)
 
 
 def check_source(source: str) -> None:

@@ -63,6 +63,8 @@ def make_root(root: str | os.PathLike[str]) -> Path:
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         found = path.stat()
+    except (FileExistsError, NotADirectoryError):
+        raise _no_folder(path) from None
     except OSError as error:
         raise machine_error(error, path, "The store root cannot be made") from None
     if found.st_uid != os.geteuid():
@@ -83,7 +85,8 @@ def open_sealed(path: str | os.PathLike[str], *, thorough: bool = False) -> Seal
     try:
         folder = os.open(where, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except (FileNotFoundError, NotADirectoryError):
-        raise DataError("bad_store", f"There is no store at {where!r}.") from None
+        remedy = "Name a folder with a manifest.json in it; `dataserve list` shows the sealed stores."
+        raise DataError("bad_store", f"There is no store at {where!r}.", remedy) from None
     except OSError as error:
         raise machine_error(error, where, "The store cannot be opened") from None
     try:
@@ -224,6 +227,8 @@ def _scan(root: str | os.PathLike[str]) -> Iterator[tuple[str, Sealed | Dataserv
         names = sorted(name for name in os.listdir(root) if _FOLDER.fullmatch(name))
     except FileNotFoundError:
         return
+    except NotADirectoryError:
+        raise _no_folder(Path(root)) from None
     except OSError as error:
         raise machine_error(error, root, "The store root cannot be read") from None
     for name in names:
@@ -232,6 +237,13 @@ def _scan(root: str | os.PathLike[str]) -> Iterator[tuple[str, Sealed | Dataserv
             yield path, open_sealed(path)
         except DataserveError as error:
             yield path, error
+
+
+def _no_folder(path: Path) -> MachineError:
+    """A store root that is, or lies below, something else than a folder."""
+    file = next((place for place in (path, *path.parents) if os.path.lexists(place)), path)
+    text = f"The store root {str(path)!r} cannot be used: {str(file)!r} is a file and no folder."
+    return MachineError("no_access", text, "Name a folder with --store or $DATASERVE_STORE.")
 
 
 def _files(found: Manifest) -> Iterator[tuple[Column, Part, str, tuple[int, ...]]]:

@@ -1,4 +1,9 @@
-"""The server side's only door to ZeroMQ: the ROUTER with its poll loop's eyes, and `ask` for the command line."""
+"""The server side's only door to ZeroMQ: the ROUTER with its poll loop's eyes, and `ask` for the command line.
+
+A peer that sends parts of one message for ever makes the daemon grow: libzmq hands over whole messages only, bounds the
+size of a part and the number of messages, and has no option for the number of parts. Only this user's processes, which
+could end the daemon as well, can connect: the folder is 0700, the socket 0600.
+"""
 
 from __future__ import annotations
 
@@ -43,21 +48,34 @@ class Hub:
         self._router = self._context.socket(zmq.ROUTER)
         for option, value in ROUTER_OPTIONS.items():
             self._router.setsockopt(option, value)
+        self._where = where
+        try:
+            self.bind_again()
+        except MachineError:
+            self.close()
+            raise
+        self._poller = zmq.Poller()
+        self._poller.register(self._router, zmq.POLLIN)
+        self.dropped_messages = 0
+        self.undelivered_replies = 0
+
+    def bind_again(self) -> None:
+        """Make the socket at the address, also where it was made before and was removed: connections that are there go
+        on. Raises `no_access`.
+
+        The listener of before stays, deaf, one descriptor each time: libzmq removes the file of one that is unbound, from
+        a thread of its own, which could be the new one's.
+        """
         mask = os.umask(0o177)
         try:
-            self._router.bind(where)
+            self._router.bind(self._where)
         except zmq.ZMQError as error:
-            self.close()
-            text = f"The socket {address.socket_path(where)!r} cannot be made: {error.strerror}."
+            text = f"The socket {address.socket_path(self._where)!r} cannot be made: {error.strerror}."
             raise MachineError(
                 "no_access", text, "Choose another place with --address or $DATASERVE_ADDRESS."
             ) from None
         finally:
             os.umask(mask)
-        self._poller = zmq.Poller()
-        self._poller.register(self._router, zmq.POLLIN)
-        self.dropped_messages = 0
-        self.undelivered_replies = 0
 
     def register(self, descriptor: int) -> None:
         """Have `poll` watch that descriptor for something to read."""
@@ -204,9 +222,10 @@ def _deafness(where: str) -> str | None:
 def _holder(where: str) -> str:
     """What the lock beside the socket says of its daemon."""
     try:
-        with open(address.lock_path(where), "rb") as file:
+        flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC  # a FIFO there must not hold us
+        with open(os.open(address.lock_path(where), flags), "rb") as file:
             pid = int(file.read(20))
-    except (OSError, ValueError):
+    except (OSError, ValueError, TypeError):
         return "no daemon has left its pid"
     alive = os.path.exists(f"/proc/{pid}")
     return f"daemon pid {pid} is {'alive: it may be busy or stopped' if alive else 'dead'}"

@@ -22,6 +22,13 @@ def test_what_is_no_address_is_refused(text: str) -> None:
     assert caught.value.code == "bad_address"
 
 
+def test_a_path_that_is_no_utf8_is_refused_with_a_sentence() -> None:
+    with pytest.raises(UserError, match=r"'/tmp/r\\udcff/d.sock' is no UTF-8") as caught:
+        address.normalise("/tmp/r\udcff/d.sock")
+    assert caught.value.code == "bad_address"
+    assert address.candidates({"XDG_RUNTIME_DIR": "/run/\udcff"}, 7) == ["ipc:///tmp/dataserve-7/d.sock"]
+
+
 def test_a_long_path_is_refused_with_both_lengths_and_the_longest_is_not() -> None:
     longest = "/" + "a" * (limits.SOCKET_PATH_BYTES - 1)
     assert address.normalise(longest) == "ipc://" + longest

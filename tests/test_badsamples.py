@@ -110,7 +110,7 @@ def test_fail_finishes_the_scan_and_lists_all_with_status_4(
         "7 of 40 samples are bad. Sample 3 failed at the stage transform: ValueError: number 3 will not do."
         in (events[-1]["text"])
     )
-    assert "2 more are in" in events[-1]["text"]
+    assert "6 more are in" in events[-1]["text"]
     assert "--on-error skip" in events[-1]["remedy"]
     assert {event["index"] for event in named(events, "bad")} == bad
     (total,) = named(events, "bad_samples")

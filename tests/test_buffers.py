@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -58,6 +59,22 @@ def test_a_lease_is_writable_contiguous_and_of_its_type() -> None:
     assert (array.shape, array.dtype, array.flags.writeable, array.flags.c_contiguous) == ((3, 5), np.int64, True, True)
 
 
+@pytest.mark.parametrize("hold", HOLDS.values(), ids=HOLDS)
+def test_no_python_runs_when_a_lease_ends_so_that_no_ctrl_c_is_lost_in_it(
+    hold: Callable[[npt.NDArray[Any]], Any],
+) -> None:
+    pool = Pool(4 * 8 * 4)
+    held = hold(pool.lease((4, 8), np.int32))
+    gc.collect()
+    entered: list[str] = []
+    sys.setprofile(lambda frame, event, _: entered.append(frame.f_code.co_qualname) if event == "call" else None)
+    try:
+        del held
+    finally:
+        sys.setprofile(None)
+    assert (entered, len(pool._free)) == ([], 1)
+
+
 def test_the_free_list_is_capped() -> None:
     pool = Pool(64, kept=2)
     leases = [pool.lease((64,), np.uint8) for _ in range(10)]
@@ -81,7 +98,7 @@ def test_a_varying_block_serves_whatever_fits_and_no_outlier_stays() -> None:
     assert where == address(pool.lease(outlier // SLACK + outlier // 8))
     assert where == address(pool.lease(outlier + outlier // 100))
     pool.lease(BIG_BYTES)
-    assert [len(block) for block in pool._free] == [BIG_BYTES]
+    assert [len(back.block) for back in pool._free] == [BIG_BYTES]
     assert len(pool.lease(0)) == 0
     assert len(pool.lease(BIG_BYTES + 1)) == BIG_BYTES + 1
 

@@ -82,6 +82,19 @@ elif "endless" in name:
 elif "floods" in name:
     while True:
         say(event="progress", stage="prepare", done=1, total=2, rate=None, eta_s=None)
+elif "noisy" in name:
+    for number in range(3000):
+        os.write(2, b"TIFFFetchNormalTag: Warning, number %d, and a long sentence about what is odd in it.\\n" % number)
+    os.write(2, b"Traceback: the last word\\n")
+    code = "internal" if "ours" in name else "bad_source"
+    say(event="failed", code=code, text="No.", remedy="")
+elif "alike" in name:
+    for number in range(100):
+        say(event="bad", index=number, path=f"cat/{number}.png", stage="write",
+            cause=f"does not fit the first one: image is uint8 3 x {number} x 9.")
+    say(event="bad", index=100, path="cat/x.png", stage="open", cause="The file is empty.")
+    say(event="bad_samples", count=300, table="x.bad.tsv")
+    say(event="failed", code="bad_sample", text="No.", remedy="")
 elif "mute" in name:
     os.close(1)
     time.sleep(60)
@@ -328,6 +341,34 @@ def test_a_child_that_has_closed_its_pipe_and_stays_is_killed(stand_in: Path, mo
     with running(["mute"], stand_in) as run:
         run.finish()
     assert "was killed by SIGKILL" in run.failures["mute"].text
+
+
+def test_a_native_library_that_floods_stderr_is_twenty_lines_and_a_number(stand_in: Path) -> None:
+    with running(["noisy"], stand_in) as run:
+        run.finish()
+    lines = [line for line in run.log if "MISS" not in line]
+    assert len(lines) == 21
+    assert lines[0].startswith("noisy: TIFFFetchNormalTag: Warning, number 0,")
+    assert lines[-1] == "noisy: 2,981 more lines like these were left out"
+
+
+def test_the_trace_of_a_fault_of_ours_comes_through_however_late(stand_in: Path) -> None:
+    with running(["noisy-ours"], stand_in) as run:
+        run.finish()
+    assert run.log[-1] == "noisy-ours: Traceback: the last word"
+    assert len(run.log) < 60
+
+
+def test_bad_samples_of_one_kind_are_five_lines_and_a_number(stand_in: Path) -> None:
+    with running(["alike"], stand_in) as run:
+        run.finish()
+    lines = [line for line in run.log if "MISS" not in line]
+    assert sum("does not fit" in line for line in lines) == 5
+    assert any("The file is empty" in line for line in lines), "another kind is not drowned"
+    assert lines[-2:] == [
+        "alike: 95 more like these were not shown one by one",
+        "alike: 300 bad samples, listed in x.bad.tsv",
+    ]
 
 
 def test_a_child_that_floods_does_not_hold_the_loop(stand_in: Path) -> None:

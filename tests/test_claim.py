@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import shutil
 import socket
 import stat
 from collections.abc import Iterator
@@ -13,7 +15,7 @@ import pytest
 
 from dataserve.protocol.address import lock_path
 from dataserve.protocol.errors import DataserveError, MachineError, UserError
-from dataserve.server.claim import Claim, claim, holder, make_folder
+from dataserve.server.claim import Claim, claim, clear_orders, holder, make_folder
 
 
 def at(folder: Path) -> str:
@@ -115,6 +117,58 @@ def test_a_link_in_the_place_of_the_lock_is_refused_and_its_target_untouched(iso
     (isolated / "run" / "d.sock.lock").symlink_to(target)
     assert refusal(at(isolated / "run")).code == "no_access"
     assert target.read_text() == "precious"
+
+
+def test_a_fifo_in_the_place_of_the_lock_is_refused_and_holds_nobody(isolated: Path) -> None:
+    os.mkfifo(isolated / "run" / "d.sock.lock")
+    assert holder(at(isolated / "run")) is None
+    error = refusal(at(isolated / "run"))
+    assert (error.code, "is no regular file" in error.text) == ("bad_address", True)
+
+
+def test_a_pid_that_finds_no_room_is_a_sentence(isolated: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_arguments: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "pwrite", full)
+    error = refusal(at(isolated / "run"))
+    assert (error.code, "cannot be written into its lock" in error.text) == ("no_space", True)
+
+
+def test_what_was_removed_is_taken_again_and_a_second_one_is_still_refused(isolated: Path) -> None:
+    folder = isolated / "run"
+    with claimed(at(folder)) as held, listening(folder / "d.sock"):
+        held.bound()
+        assert not held.renew()
+        (folder / "d.sock").unlink()
+        assert held.renew(), "the socket alone"
+        shutil.rmtree(folder)
+        assert held.renew(), "all of it"
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+        assert refusal(at(folder)).code == "daemon_running"
+
+
+def test_an_address_that_another_has_taken_meanwhile_is_left_to_it(isolated: Path) -> None:
+    folder = isolated / "run"
+    with claimed(at(folder)) as held:
+        (folder / "d.sock.lock").unlink()
+        with claimed(at(folder)), pytest.raises(UserError, match="already listens"):
+            held.renew()
+        assert held.renew()
+
+
+def test_orders_of_earlier_clients_are_removed_and_nothing_behind_a_link(isolated: Path) -> None:
+    orders, other = isolated / "run" / "orders", isolated / "other"
+    for folder in (orders, other):
+        folder.mkdir()
+        (folder / "0-1.npy").write_text("")
+    clear_orders(at(isolated / "run"))
+    assert os.listdir(orders) == []
+    orders.rmdir()
+    clear_orders(at(isolated / "run"))  # none there
+    orders.symlink_to(other)
+    clear_orders(at(isolated / "run"))
+    assert os.listdir(other) == ["0-1.npy"]
 
 
 def test_anothers_folder_is_refused_faked(isolated: Path, monkeypatch: pytest.MonkeyPatch) -> None:

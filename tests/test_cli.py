@@ -54,6 +54,9 @@ def status() -> dict[str, Any]:
         (["start", "arrays:x", "--workers", "0"], 2, "'0' is not an integer of 1 or more"),
         (["start", "arrays:x", "--detatch"], 2, "There is no option '--detatch'. Did you mean '--detach'?"),
         (["start", "arrays:x", "--name", "A/B"], 2, "'A/B' is not allowed"),
+        (["prepare", "arrays:x", "--name", ""], 2, "'' is not allowed"),
+        (["prepare", "arrays:x", "--max-bad", "many"], 2, "max_bad='many' is neither N nor P%"),
+        (["list", "--store", ""], 2, "--store is an empty text"),
         (["start", "arrays:x", "--on-error", "maybe"], 2, "invalid choice: 'maybe'"),
         (["start", "arrays:x", "--address", "tcp://0.0.0.0:5"], 2, "is not a Unix socket"),
         (["start", "--config", "/none.toml"], 2, "No such file or directory"),
@@ -300,6 +303,35 @@ def test_status_watches_until_it_is_interrupted(isolated: Path) -> None:
         watching.send_signal(signal.SIGINT)
         assert watching.wait(LIMIT_S) == 130
     assert seen[0]["uptime_s"] < seen[1]["uptime_s"]
+
+
+@pytest.mark.parametrize("kind", ["folder", "fifo"])
+def test_a_log_that_cannot_be_is_a_sentence_and_starts_no_daemon(isolated: Path, kind: str) -> None:
+    (os.mkdir if kind == "folder" else os.mkfifo)(isolated / "run" / "daemon.log")
+    ended = run("start", arrays(isolated / "data"), "--detach")
+    assert (ended.returncode, ended.stderr.count("\n"), "daemon.log" in ended.stderr) == (1, 1, True)
+    assert os.listdir(isolated / "run") == ["daemon.log"]
+
+
+def test_an_interrupt_while_it_is_imported_is_no_traceback() -> None:
+    code = """
+import sys
+class Interrupted:
+    def find_spec(self, name, path=None, target=None):
+        if name == "dataserve.server.command_status":
+            raise KeyboardInterrupt
+sys.meta_path.insert(0, Interrupted())
+import dataserve.server.cli
+"""
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=LIMIT_S, check=False)
+    assert (ended.returncode, ended.stderr) == (130, b"")
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+def test_output_that_finds_no_room_is_a_sentence() -> None:
+    with open("/dev/full", "w") as full:
+        ended = run("list", capture_output=False, stdout=full, stderr=subprocess.PIPE)
+    assert (ended.returncode, ended.stderr.count("\n"), "No space left" in ended.stderr) == (1, 1, True)
 
 
 def test_a_reader_that_goes_away_is_no_traceback() -> None:

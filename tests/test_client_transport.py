@@ -209,7 +209,7 @@ def test_ctrl_c_ends_the_wait_for_a_daemon(isolated: Path) -> None:
     first = process.stderr.readline()  # it waits, and says so
     process.send_signal(signal.SIGINT)
     took_s, status, errors = end(process, said)
-    assert "waiting for a dataserve daemon" in first
+    assert "dataserve: waiting for a daemon" in first
     assert status == -signal.SIGINT
     assert "KeyboardInterrupt" in errors
     assert took_s < EXIT_S * SLOW

@@ -145,6 +145,9 @@ def test_relative_paths_in_a_file_are_relative_to_the_file(isolated: Path, monke
         ("[[dataset]]\nsource = 'arrays:x'\nmax_pixels = 0", "bad_config", "max_pixels is 0"),
         ("[[dataset]]\nsource = 'arrays:x'\ntruncated = 1", "bad_config", "truncated is 1, not true or false"),
         ("[[dataset]]\nsource = 'arrays:x'\non_error = 'skp'", "bad_config", "Give one of fail, skip"),
+        ("store = ''\n[[dataset]]\nsource = 'arrays:x'", "bad_config", "`store` is an empty text"),
+        ("[[dataset]]\nsource = 'arrays:x'\nname = ''", "bad_name", "'' is not allowed"),
+        ("[[dataset]]\nsource = 'arrays:x'\nmax_bad = 'many'", "bad_option", "neither N nor P%"),
         ("[[dataset]]\nsource = 'arrays:x'\nname = 'A b'", "bad_name", "'A b' is not allowed"),
         (
             "[[dataset]]\nsource = 'arrays:x'\n[[dataset]]\nsource = 'arrays:x'",

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
+import shutil
 import signal
 import socket
 import stat
@@ -24,7 +26,7 @@ from dataserve.protocol import codec, limits
 from dataserve.protocol.address import lock_path, socket_path
 from dataserve.protocol.messages import AskStatus, Describe, Described, Error, Preparing
 from dataserve.server import transport
-from dataserve.server.daemon import is_running
+from dataserve.server.daemon import OPEN_FILES, is_running
 
 from .daemons import DATASERVE, GATED, LIMIT_S, Daemon, arrays, daemon, gated, run, until
 
@@ -133,12 +135,48 @@ def test_a_regular_file_at_the_sockets_place_is_refused_and_kept(source: str, is
 
 def test_a_daemon_whose_folder_was_emptied_leaves_its_successors_socket(source: str, isolated: Path) -> None:
     with daemon(source) as first:
+        os.kill(first.pid, signal.SIGSTOP)  # or it would make them again
         for name in left(isolated):
             os.unlink(isolated / "run" / name)
         with daemon(source) as second:
+            os.kill(first.pid, signal.SIGCONT)
+            until(lambda: f"pid {second.pid}, already listens" in first.said, "what stands in its way")
             assert first.stop() == 0
             assert sorted(left(isolated)) == ["d.sock", "d.sock.lock"]
             assert second.status()
+
+
+def test_a_folder_that_is_removed_under_the_daemon_is_made_again(source: str, isolated: Path) -> None:
+    with daemon(source) as serving:
+        shutil.rmtree(isolated / "run")
+        until(serving.status, "an answer at the same address")
+        assert stat.S_IMODE((isolated / "run").stat().st_mode) == 0o700
+        refused = run("start", source)
+        assert (refused.returncode, f"pid {serving.pid}, already listens" in refused.stderr) == (1, True)
+        assert "is made again" in serving.said
+        assert run("stop").returncode == 0
+    assert left(isolated) == []
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+def test_a_log_that_cannot_be_written_ends_no_daemon(source: str) -> None:
+    with (
+        open("/dev/full", "w") as full,
+        subprocess.Popen((*DATASERVE, "start", source), stdout=full, stderr=-1) as told,
+    ):
+        until(lambda: run("status").returncode == 0, "an answer")
+        assert run("stop").returncode == 0
+        assert b"Traceback" not in told.communicate(timeout=LIMIT_S)[1]
+
+
+def test_orders_that_earlier_clients_left_are_removed_at_the_start(source: str, isolated: Path) -> None:
+    (isolated / "run" / "orders").mkdir()
+    (isolated / "run" / "orders" / "0123456789abcdef-7.npy").write_text("old")
+    with daemon(source) as serving:
+        assert os.listdir(isolated / "run" / "orders") == []
+        with open(f"/proc/{serving.pid}/limits") as file:
+            (words,) = [line.split() for line in file if line.startswith("Max open files")]
+        assert int(words[3]) == min(int(words[4]), OPEN_FILES)
 
 
 @pytest.mark.parametrize(
@@ -334,6 +372,16 @@ def test_a_process_is_known_by_its_pid_and_its_start_time() -> None:
     assert is_running(os.getpid(), start_time(os.getpid()))
     assert not is_running(os.getpid(), start_time(os.getpid()) + 1), "a pid that has come round again"
     assert not is_running(2**22 + 1, 1)
+
+
+def test_a_process_that_cannot_be_looked_at_counts_as_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_arguments: object) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr("builtins.open", refuse)
+    running = is_running(2**22 + 1, 1)
+    monkeypatch.undo()
+    assert running
 
 
 def test_a_zombie_does_not_run() -> None:

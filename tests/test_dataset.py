@@ -97,6 +97,7 @@ def test_it_shows_what_it_is(daemon: FakeDaemon, sealed: Any) -> None:
         ({"seed": 2**64}, "bad_option", "seed is"),
         ({"last": "pad"}, "bad_option", "Known: even, drop, short"),
         ({"last": "short", "drop_last": True}, "bad_option", "both say it"),
+        ({"last": "even", "drop_last": True}, "bad_option", "both say it"),
         ({"drop_last": 1}, "bad_option", "neither True nor False"),
         ({"shuffle": None}, "bad_option", "neither True nor False"),
         ({"device": "cuda"}, "not_built", "device='cuda'"),
@@ -534,6 +535,52 @@ def test_an_error_ahead_comes_out_of_next_with_its_stage(daemon: FakeDaemon) -> 
         next(iter(train))
     assert any("batch 0 of epoch 0, positions [0, 8)" in note for note in caught.value.__notes__)
     assert any("prefetch" in note for note in caught.value.__notes__)
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 2])
+@pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt])
+def test_a_next_that_raised_gives_the_same_batch_again(
+    daemon: FakeDaemon, prefetch: int, error: type[BaseException]
+) -> None:
+    calls = itertools.count()
+
+    def wild(batch: Any, info: Info) -> Any:
+        batch[1].add_(1000 * N)  # what is half transformed must not come again
+        if next(calls) in (2, 3, 7):
+            raise error
+        batch[1].sub_(1000 * N)
+        return batch
+
+    train = served(prefetch=prefetch, transform=wild, info=True)
+    batches, given, raised = iter(train), [], 0
+    while True:
+        before = train.state_dict()["position"]
+        try:
+            batch, info = next(batches)
+        except error:
+            raised += 1
+            continue
+        except StopIteration:
+            break
+        assert info.start == before
+        given += batch[1].tolist()
+    assert (raised, given) == (3, sequence(0))
+
+
+def test_an_error_ahead_ends_the_thread_and_not_the_epoch(daemon: FakeDaemon) -> None:
+    train = served(prefetch=2)
+    gather, calls = train._gatherer.gather, itertools.count()
+    train._gatherer.gather = lambda rows: fail() if next(calls) == 3 else gather(rows)  # type: ignore[method-assign]
+    batches = iter(train)
+    given = labels(itertools.islice(batches, 3))
+    with pytest.raises(ZeroDivisionError):
+        next(batches)
+    assert given + labels(batches) == sequence(0)
+
+
+def test_info_prints_its_numbers_and_not_its_tensors(daemon: FakeDaemon) -> None:
+    _, info = next(iter(served(info=True, shuffle=False)))
+    assert repr(info) == "Info(epoch=0, start=0, 8 rows [0, 1, 2, ...], 8 valid)"
 
 
 def test_a_batch_that_never_comes_is_reported_by_name(daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -118,6 +118,18 @@ def test_without_progress_there_are_lines_only() -> None:
     assert out.getvalue() == "a line\n"
 
 
+def test_a_daemons_log_that_cannot_be_written_is_no_error() -> None:
+    class Full(io.StringIO):
+        def write(self, _text: str) -> int:
+            raise OSError(28, "No space left on device")
+
+    lasting = Display(Full(), stamped=True, lasting=True)
+    lasting.line("a line")
+    lasting.progress("mnist", Progress("prepare", 1, 2, None, None))
+    with pytest.raises(OSError, match="No space left"):
+        Display(Full()).line("a line")
+
+
 def test_a_log_is_stamped_and_a_terminal_is_not() -> None:
     log, terminal = io.StringIO(), Terminal()
     Display(log, stamped=True).line("word\x07")

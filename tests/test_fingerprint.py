@@ -76,6 +76,14 @@ def test_what_was_never_prepared_is_a_miss(root: Path, isolated: Path) -> None:
     assert verdict.line.startswith("MISS: never prepared here")
 
 
+def test_what_is_sealed_under_another_name_only_is_a_miss_that_names_it(root: Path, spec: DatasetSpec) -> None:
+    other = replace(spec, name="other")
+    verdict = fingerprint.recall(root, other)
+    assert not verdict.hit
+    seen = fingerprint.survey(sources.located(other), sources.open_source(sources.located(other)).identity())
+    assert "only under the name 'tiny'" in fingerprint.miss(root, other, verdict, seen).line
+
+
 def rewrite(path: Path) -> str:
     np.savez(path, x=np.arange(11), y=np.eye(11))
     return r"files: a\.npz changed size \d+ -> \d+"
@@ -510,6 +518,23 @@ def test_a_folder_of_pictures_is_recalled_by_its_pictures_alone(root: Path, phot
     assert "1 of the 3 classes have no pictures: 'emu'" in fingerprint.recall(root, spec).line
     shutil.rmtree(photos)
     assert fingerprint.recall(root, spec).line.startswith("MISS: source: ")
+
+
+@pytest.mark.parametrize("kind", ["arrays", "imagefolder"])
+def test_what_depends_names_is_looked_at_for_every_kind_of_source(root: Path, photos: Path, kind: str) -> None:
+    mean = photos.parent / "mean.txt"
+    mean.write_text("1")
+    made = write(photos.parent / "a.npz", x=np.arange(3)) if kind == "arrays" else None
+    spec = replace(made or DatasetSpec("photos", f"imagefolder:{photos}"), depends=(str(mean),))
+    prepare(root, spec)
+    mean.write_text("22")
+    assert fingerprint.recall(root, spec).line == "MISS: files: mean.txt changed size 1 -> 2"
+    mean.unlink()
+    assert f"What --depends names is not there: {mean}" in fingerprint.recall(root, spec).line
+    identity = sources.Identity((), ())
+    with pytest.raises(DataserveError) as caught:
+        fingerprint.survey(spec, identity)
+    assert caught.value.code == "bad_option"
 
 
 def test_other_options_for_the_same_name_are_told_against_what_is_there(root: Path, photos: Path) -> None:

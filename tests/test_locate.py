@@ -99,7 +99,7 @@ def test_a_daemon_that_comes_late_is_waited_for_with_one_line(
         daemons[0].stop()
     assert found == address
     assert out.getvalue().splitlines() == [
-        f"waiting for a dataserve daemon at {address}; start one: dataserve start SOURCE"
+        f"dataserve: waiting for a daemon at {address}; start one: dataserve start SOURCE"
     ]
 
 
@@ -133,9 +133,9 @@ def test_preparation_shows_its_progress_in_one_line_of_a_terminal(sealed: Any) -
         locate.describe("digits", [daemon.address], 0.5, out)  # each wait is longer than the time-out of silence
     assert out.getvalue().split("\r\x1b[K") == [
         "",
-        "waiting for data set 'digits': 0 %",
-        "waiting for data set 'digits': 37 %, 12 s left",
-        "waiting for data set 'digits': 99 %, 0 s left\n",
+        "dataserve: waiting for data set 'digits': 0 %",
+        "dataserve: waiting for data set 'digits': 37 %, 12 s left",
+        "dataserve: waiting for data set 'digits': 99 %, 0 s left\n",
     ]
 
 
@@ -145,7 +145,19 @@ def test_elsewhere_progress_is_a_line_each_ten_seconds(sealed: Any) -> None:
         daemon.preparing = stages()
         locate.describe("digits", [daemon.address], 5.0, out)
         assert len(daemon.of(Describe)) == 4
-    assert out.getvalue() == "waiting for data set 'digits': 0 %\n"
+    assert out.getvalue() == "dataserve: waiting for data set 'digits': 0 %\n"
+
+
+def test_a_daemon_that_has_answered_once_is_not_asked_to_be_started(
+    sealed: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(locate, "QUIET_S", 0.1)
+    out, answers = io.StringIO(), iter([stages()[0], None, None])
+    with fake_daemon(*sealed) as daemon:
+        ask = locate._ask
+        monkeypatch.setattr(locate, "_ask", lambda *of: time.sleep(0.1) or next(answers, None) or ask(*of))
+        locate.describe("digits", [daemon.address], 5.0, out)
+    assert out.getvalue() == "dataserve: waiting for data set 'digits': 0 %\n"
 
 
 @pytest.mark.parametrize(

@@ -52,3 +52,12 @@ def test_times_that_nobody_measures_are_unknown_and_the_rate_is_by_the_clock() -
     rates.add(2.0, 1000, None, None)
     assert rates.samples_per_s(2.0) == pytest.approx(500)
     assert rates.bound == "unknown"
+
+
+def test_a_single_batch_in_microseconds_is_no_rate_and_no_bound_yet() -> None:
+    rates = Rates(0.0)
+    rates.add(1.0, 64, 3e-6, 0.0)
+    assert (rates.samples_per_s(1.0), rates.wait_share, rates.bound) == (None, None, "unknown")
+    rates.add(2.0, 640, 0.05, 0.95)
+    assert rates.samples_per_s(2.0) == pytest.approx(704, rel=0.1)
+    assert rates.bound == "compute"

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -68,6 +69,32 @@ def test_older_epochs_of_the_same_plan_go_and_others_stay(tmp_path: Path) -> Non
         [f"{other.digest()[:16]}-0.npy", f"{DIGITS}-12.npy", f"{DIGITS}-2.npy"]
     )
     assert np.array_equal(held, PLAN.order(1))
+
+
+def test_what_nobody_has_used_for_an_hour_goes_with_the_next_that_is_written(tmp_path: Path) -> None:
+    now = time.time()
+    names = {
+        "0123456789abcdef-7.npy": 3700.0,
+        "1123456789abcdef-7.npy": 3500.0,
+        ".0123456789abcdef-8.npy.0123456789abcdef": 3700.0,
+        ".0123456789abcdef-9.npy.0123456789abcdef": 3500.0,
+        "notes.npy": 3700.0,
+    }
+    for name, age_s in names.items():
+        (tmp_path / name).touch()
+        os.utime(tmp_path / name, (now - age_s, now - age_s))
+    order.of(PLAN, 0, str(tmp_path), shared_rows=1)
+    kept = ["1123456789abcdef-7.npy", ".0123456789abcdef-9.npy.0123456789abcdef", "notes.npy", f"{DIGITS}-0.npy"]
+    assert sorted(os.listdir(tmp_path)) == sorted(kept)
+
+
+def test_a_file_that_a_new_process_maps_counts_as_used(tmp_path: Path) -> None:
+    order.of(PLAN, 0, str(tmp_path), shared_rows=1)
+    gc.collect()
+    os.utime(tmp_path / f"{DIGITS}-0.npy", (1.0, 1.0))
+    order.of(PLAN, 0, str(tmp_path), shared_rows=1)
+    order.of(Plan("shuffled", 1000, 8), 0, str(tmp_path), shared_rows=1)
+    assert (tmp_path / f"{DIGITS}-0.npy").exists()
 
 
 @pytest.mark.parametrize("damage", ["short", "header", "writable"])

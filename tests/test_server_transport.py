@@ -65,6 +65,22 @@ def test_the_socket_is_the_users_own(hub: Hub, where: str) -> None:
     assert stat.S_IMODE(os.stat(address.socket_path(where)).st_mode) == 0o600
 
 
+def test_a_socket_that_was_removed_is_bound_again_and_connections_go_on(
+    hub: Hub, dealer: zmq.Socket[bytes], where: str
+) -> None:
+    dealer.send(b"1")
+    ((first, _),) = frames_of(hub, 1)
+    os.unlink(address.socket_path(where))
+    hub.bind_again()
+    assert stat.S_IMODE(os.stat(address.socket_path(where)).st_mode) == 0o600
+    with contextlib.closing(dealer.context.socket(zmq.DEALER)) as late:
+        late.connect(where)
+        late.send(b"2")
+        dealer.send(b"3")
+        found = {frame: peer for peer, frame in frames_of(hub, 2)}
+    assert (sorted(found), found[b"3"]) == ([b"2", b"3"], first)
+
+
 def test_a_reply_to_nobody_is_counted_and_raises_nothing(hub: Hub) -> None:
     assert not hub.send(b"nobody", b"x")
     assert hub.undelivered_replies == 1
