@@ -19,7 +19,7 @@ from dataserve.protocol.messages import Open
 from dataserve.protocol.partition import Cursor, Partition
 from dataserve.protocol.plan import Plan
 
-from . import gather, locate, mapping, options, order, state, transport, world
+from . import gather, locate, mapping, options, order, rivals, state, transport, world
 from .epochs import MAIN, Epochs, Handle
 from .events import Iteration
 from .finish import Finish, Timed
@@ -245,12 +245,14 @@ class ServedDataset(IterableDataset[Any]):
     def _drawing(self, iteration: Iteration, run: Run, lasts: bool) -> Draw:
         """Registers the iteration; the order is made while the daemon answers."""
         first = not self._epochs.opened and not self._epochs.alone
+        rivals.refuse(self._address, iteration.open)
         link = self._usable_link()
         leave = link.begin(iteration, run.progress)
         epoch, folder = iteration.open.epoch, addresses.orders_path(self._address)
         epoch_order = order.of(self._plan, epoch, folder)
         self._upcoming = order.Upcoming(self._plan, epoch + 1, folder, lasts=lasts)  # the older one's is `epoch_order`
         link.await_registration(leave, self._options.timeout_s, first=first)
+        rivals.note(self._address, iteration.open, link)
         return Draw(
             iteration,
             epoch_order,

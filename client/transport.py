@@ -26,7 +26,7 @@ from dataserve.protocol.address import socket_path
 from dataserve.protocol.errors import DataserveError, MachineError, PeerError, ServerError
 from dataserve.protocol.messages import Hello, Message
 
-from . import events
+from . import descriptors, events
 from .events import Event, Iteration, Progress
 from .session import Session
 
@@ -85,6 +85,7 @@ class Caller:
     """Asks one address single questions on the caller's own thread: a constructor needs no more, and Ctrl-C works."""
 
     def __init__(self, address: str) -> None:
+        descriptors.require()
         self._context = zmq.Context()
         self._dealer = make_dealer(self._context, address)
         self._last_id = 0
@@ -164,6 +165,7 @@ class Link:
     def __init__(self, address: str, machine: Session, on_change: Callable[[bool, bool], None]) -> None:
         """Starts the thread. `on_change(alone, opened)` is called on it when either changes."""
         self._pid = os.getpid()
+        descriptors.require()
         self._speaker = _Speaker(address, machine, on_change)
         self._thread = threading.Thread(target=self._speaker.run, name="dataserve-link", daemon=True)
         _live.append((self._speaker, self._thread))
@@ -208,7 +210,7 @@ class Link:
             self._speaker.post(events.Finished(progress))
 
     def __del__(self) -> None:
-        if os.getpid() == self._pid:
+        if os.getpid() == self._pid and "_speaker" in self.__dict__:
             self._speaker.close()
 
 

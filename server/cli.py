@@ -79,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not sys.platform.startswith("linux"):
             raise MachineError("not_linux", f"dataserve needs Linux; this is {sys.platform}.", "Run it in a container.")
         status: int = args.run(args)
-        _flush()
+        sys.stdout.flush()
     except DataserveError as error:
         with contextlib.suppress(OSError):
             sys.stdout.flush()
@@ -90,19 +90,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # `dataserve list | head`
         _drop_output()
         return EXIT_FAILED
-    return status
-
-
-def _flush() -> None:
-    """What is still to be written. Where it cannot be, as on a full file system, that is a sentence."""
-    try:
-        sys.stdout.flush()
-    except BrokenPipeError:
-        raise
-    except OSError as error:
+    except OSError as error:  # `dataserve list > file` on a full file system
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT) or error.filename is not None:
+            raise
         _drop_output()
-        text = f"The output cannot be written: {error.strerror}."
-        raise MachineError("no_space" if error.errno == errno.ENOSPC else "no_access", text, "Make room.") from None
+        print(
+            f"dataserve: The output cannot be written: {error.strerror}. Make room for it. [no_space]", file=sys.stderr
+        )
+        return EXIT_FAILED
+    return status
 
 
 def _drop_output() -> None:

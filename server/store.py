@@ -242,7 +242,7 @@ def _scan(root: str | os.PathLike[str]) -> Iterator[tuple[str, Sealed | Dataserv
 def _no_folder(path: Path) -> MachineError:
     """A store root that is, or lies below, something else than a folder."""
     file = next((place for place in (path, *path.parents) if os.path.lexists(place)), path)
-    text = f"The store root {str(path)!r} cannot be used: {str(file)!r} is a file and no folder."
+    text = f"The store root {str(path)!r} cannot be used: {str(file)!r} is no folder but a file."
     return MachineError("no_access", text, "Name a folder with --store or $DATASERVE_STORE.")
 
 

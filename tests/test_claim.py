@@ -61,6 +61,7 @@ def test_a_second_one_is_refused_with_the_first_ones_pid_and_the_remedy(isolated
     assert error.code == "daemon_running"
     assert f"pid {os.getpid()}" in error.text
     assert "dataserve stop" in error.remedy
+    assert "TOML file" in error.remedy
     with claimed(at(isolated / "run")):
         pass  # the refusal left nothing in the way
 

@@ -19,7 +19,7 @@ import pytest
 
 from dataserve.protocol.errors import ServerError
 from dataserve.protocol.messages import StatusPage
-from dataserve.server import cli, command_status, transport
+from dataserve.server import cli, command_start, command_status, transport
 
 from .daemons import DATASERVE, GATED, LIMIT_S, arrays, daemon, detached_ends, gated, run, until
 
@@ -60,13 +60,13 @@ def status() -> dict[str, Any]:
         (["start", "arrays:x", "--on-error", "maybe"], 2, "invalid choice: 'maybe'"),
         (["start", "arrays:x", "--address", "tcp://0.0.0.0:5"], 2, "is not a Unix socket"),
         (["start", "--config", "/none.toml"], 2, "No such file or directory"),
-        (["start", "arrays:/gone.npz", "--detach"], 1, "the daemon has ended"),
+        (["start", "arrays:/gone.npz", "--detach"], 1, "nothing can be served"),
         (["prepare", "arrays:/gone.npz"], 1, "No such file or directory"),
         (["prepare", "nonsense"], 2, "'nonsense' has no kind"),
         (["prepare", "no.such.module:make"], 1, "no.such.module"),
         (["prepare", "torchvision:MNITS"], 1, "MNIST"),
         (["prepare", "store:nothing"], 1, "There is no store called 'nothing'"),
-        (["prepare", "arrays:x", "--store", "/dev/null/x"], 1, "The store root cannot be made"),
+        (["prepare", "arrays:x", "--store", "/dev/null/x"], 1, "is no folder but a file"),
         (["status"], 3, "Start one: dataserve start SOURCE --detach"),
         (["stop"], 3, "no socket there"),
         (["status", "--address", "/tmp/" + "x" * 200], 2, "Linux allows 107"),
@@ -268,6 +268,25 @@ def test_detach_with_one_data_set_that_fails_serves_the_other_and_says_which(iso
         assert "gone: failed." in began.stdout
         assert {row["name"]: row["state"] for row in status()["datasets"]} == {"digits": "ready", "gone": "failed"}
         assert run("stop").returncode == 0
+
+
+def test_a_detached_start_with_nothing_to_serve_says_why_once_and_ends_at_once(isolated: Path) -> None:
+    with detached_ends():
+        began = run("start", "arrays:gone.npz", "--name", "gone", "--detach")
+        assert began.returncode == 1
+        assert began.stdout.count("gone: failed.") == 1
+        assert "nothing to serve" not in began.stdout
+        log = isolated / "run" / "daemon.log"
+        assert began.stderr == f"dataserve: nothing can be served; the daemon's log is {log}\n"
+        assert run("status").returncode == 3, "nobody is left"
+        earlier = log.read_text()
+        assert run("start", "arrays:gone.npz", "--detach").stdout.count("failed.") == 1, "old lines are not said again"
+        assert log.read_text().startswith(earlier)
+
+
+def test_two_daemons_in_one_folder_have_two_logs() -> None:
+    assert command_start.log_path("ipc:///run/x/d.sock") == "/run/x/daemon.log"
+    assert command_start.log_path("ipc:///run/x/e.sock") == "/run/x/e.sock.log"
 
 
 def test_the_detached_daemon_lets_go_of_the_terminal_and_the_pipes(isolated: Path) -> None:

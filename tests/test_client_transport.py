@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -20,6 +21,7 @@ import zmq
 from dataserve.client import transport
 from dataserve.client.transport import make_dealer
 from dataserve.protocol import limits
+from dataserve.protocol.errors import MachineError
 from dataserve.protocol.messages import Close, Describe, Described, Hello
 
 from .fakes import FakeDaemon, fake_daemon
@@ -213,3 +215,13 @@ def test_ctrl_c_ends_the_wait_for_a_daemon(isolated: Path) -> None:
     assert status == -signal.SIGINT
     assert "KeyboardInterrupt" in errors
     assert took_s < EXIT_S * SLOW
+
+
+def test_a_process_short_of_descriptors_is_told_the_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    used = len(os.listdir("/proc/self/fd")) - 1
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (used + 15, used + 15))
+    with pytest.raises(MachineError, match=rf"has {used} of {used + 15} file descriptors open.*ulimit -n") as caught:
+        transport.Caller("ipc:///nowhere/d.sock")
+    assert caught.value.code == "no_access"
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (used + 16, used + 16))
+    transport.Caller("ipc:///nowhere/d.sock").close()

@@ -570,7 +570,7 @@ def test_a_next_that_raised_gives_the_same_batch_again(
 def test_an_error_ahead_ends_the_thread_and_not_the_epoch(daemon: FakeDaemon) -> None:
     train = served(prefetch=2)
     gather, calls = train._gatherer.gather, itertools.count()
-    train._gatherer.gather = lambda rows: fail() if next(calls) == 3 else gather(rows)  # type: ignore[method-assign]
+    train._gatherer.gather = lambda rows: fail(rows) if next(calls) == 3 else gather(rows)  # type: ignore[method-assign]
     batches = iter(train)
     given = labels(itertools.islice(batches, 3))
     with pytest.raises(ZeroDivisionError):

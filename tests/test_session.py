@@ -345,17 +345,16 @@ def test_a_running_job_outlives_a_daemon_that_was_restarted_with_other_data(erro
 
 def test_a_restarted_daemon_that_is_not_ready_yet_is_asked_again_without_a_word() -> None:
     talk = opened(window=8)
+    talk.now += 1
+    talk.fail(More, PeerError("unknown_stream", "No such stream.", retryable=True))
+    talk.reply(Hello, Welcome(1, "x"))
     for _ in range(3):
-        talk.now += limits.BEAT_S
-        talk.fail(More, PeerError("unknown_stream", "No such stream.", retryable=True))
-        talk.reply(Hello, Welcome(1, "x"))
-        talk.fail(Open, DataError("preparation_failed", "Not prepared yet.", "Ask again.", retryable=True))
+        talk.fail(Open, ServerError("preparation_failed", "Not prepared yet.", "Ask again.", retryable=True))
         assert talk.permit == Permit(1, True, False, 100, 100)
         talk.wait(limits.BEAT_S + 0.1)
         talk.reply(Hello, Welcome(1, "x"))
-        talk.open()
-        assert talk.machine.state == "open"
-    assert talk.warned == []
+    talk.reply(Open, Opened(6))
+    assert (talk.session.state, talk.warned) == ("open", [])
 
 
 def test_in_mid_iteration_even_a_taken_rank_does_not_stop_the_loop() -> None:

@@ -267,6 +267,19 @@ def test_a_root_in_which_anybody_may_write_is_refused(isolated: Path) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder away")
+def test_a_root_that_is_a_file_is_called_one_and_no_store_has_a_remedy(isolated: Path) -> None:
+    (isolated / "file").write_text("")
+    for place in (isolated / "file", isolated / "file" / "below"):
+        with pytest.raises(MachineError, match="/file' is no folder but a file") as caught:
+            store.make_root(place)
+        assert "--store" in caught.value.remedy
+        with pytest.raises(MachineError, match="is no folder but a file"):
+            store.list_sealed(place)
+    with pytest.raises(DataError, match="There is no store at") as absent:
+        store.open_sealed(isolated / "nope")
+    assert "dataserve list" in absent.value.remedy
+
+
 def test_a_root_of_another_user_is_refused(isolated: Path) -> None:
     (isolated / "other").mkdir()
     os.chown(isolated / "other", 12345, 12345)
