@@ -224,7 +224,7 @@ def test_a_child_that_ends_takes_its_workers_along_and_the_next_one_builds_at_on
     assert os.listdir(isolated / "store" / store.BUILDING) == []
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 3))])
 def test_kills_at_random_moments_leave_nothing_visible_and_the_same_bytes_in_the_end(
     start: Callable[..., Child], isolated: Path, slow: dict[str, Any], seed: int
 ) -> None:

@@ -138,7 +138,9 @@ def test_a_column_without_any_element_is_a_store_too(start: Callable[..., Child]
     assert [row.shape for row in rows(path, "field_1")] == [(0, 4)] * 3
 
 
-@pytest.mark.parametrize("count", [1, 511, 512, 1300])  # 8 KiB and some bytes a row: 511 rows a chunk
+@pytest.mark.parametrize(
+    "count", [511, 512, pytest.param(1, marks=pytest.mark.slow), pytest.param(1300, marks=pytest.mark.slow)]
+)  # 8 KiB and some bytes a row: 511 rows a chunk
 def test_an_iterable_is_prepared_to_its_end(start: Callable[..., Child], sources: Path, count: int) -> None:
     path = sealed(start(spec=factory("sets:Stream", count=count), workers=2))
     values = np.load(Path(path, "field_0.npy"))

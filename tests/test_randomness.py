@@ -135,7 +135,7 @@ def test_a_transform_whose_rows_are_the_same_each_time_is_none(
         assert status == 0, events
 
 
-@pytest.mark.parametrize("name", ["large", "torch_draws"])
+@pytest.mark.parametrize("name", [pytest.param("large", marks=pytest.mark.slow), "torch_draws"])
 def test_allowed_draws_are_the_same_in_any_order_of_work_and_differ_by_row(
     start: Callable[..., Child], steps: Callable[..., dict[str, Any]], isolated: Path, name: str
 ) -> None:

@@ -129,7 +129,11 @@ def lose_the_slots(build: Path, chance: random.Random) -> None:
     (build / "slots").mkdir()
 
 
-@pytest.mark.parametrize("how", DAMAGES)
+#: Each in `scripts/test --all`; the quick suite has the two that stand for the others.
+QUICK = ("cut_the_power", "garble_lines")
+
+
+@pytest.mark.parametrize("how", [how if how in QUICK else pytest.param(how, marks=pytest.mark.slow) for how in DAMAGES])
 def test_whatever_is_lost_of_a_killed_build_is_made_again(
     start: Callable[..., Child], isolated: Path, mixed: dict[str, Any], how: str
 ) -> None:
@@ -144,7 +148,7 @@ def test_whatever_is_lost_of_a_killed_build_is_made_again(
     assert content(named(events, "sealed")[0]["path"]) == expected
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 5))])
 def test_kills_at_random_moments_of_anybody_end_in_the_same_bytes(
     start: Callable[..., Child], isolated: Path, mixed: dict[str, Any], seed: int
 ) -> None:
