@@ -63,7 +63,9 @@ def test_nobody_there_lists_every_address_and_what_to_do(address: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("pid", "words"), [(os.getpid(), "is alive"), (2**22 + 1, "is dead"), (None, "no daemon has left")]
+    ("pid", "words"),
+    [(os.getpid(), "is alive"), (2**22 + 1, "is dead"), (None, "no daemon has left")],
+    ids=["alive", "dead", "unknown"],
 )
 def test_a_socket_where_nobody_answers_says_whether_its_daemon_lives(stale: str, pid: int | None, words: str) -> None:
     if pid is not None:
