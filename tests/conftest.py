@@ -102,7 +102,7 @@ def _held() -> set[str]:
 @pytest.fixture(scope="session")
 def shared_data() -> Path:
     """The folder that holds `mnist/`, `photos/` and more: `$DATASERVE_DATA`, else `../shared/data`."""
-    folder = Path(os.environ.get("DATASERVE_DATA") or CHECKOUT.parent / "shared" / "data")
+    folder = Path(os.environ.get("DATASERVE_DATA") or CHECKOUT.parent / "shared" / "data").resolve()
     if (folder / "MNIST" / "raw").is_dir():  # the variable may also point at MNIST itself, as scripts/demo takes it
         folder = folder.parent
     if not folder.is_dir():
@@ -113,7 +113,7 @@ def shared_data() -> Path:
 @pytest.fixture(scope="session")
 def mnist_root() -> Path:
     """torchvision's root for MNIST, wherever `$DATASERVE_DATA`, else `../shared/data`, has it."""
-    folder = Path(os.environ.get("DATASERVE_DATA") or CHECKOUT.parent / "shared" / "data")
+    folder = Path(os.environ.get("DATASERVE_DATA") or CHECKOUT.parent / "shared" / "data").resolve()
     for root in (folder, folder / "mnist"):
         if (root / "MNIST" / "raw").is_dir():
             return root
