@@ -212,12 +212,17 @@ class FolderSource(Source):
         """The picture (Pillow's, its header read) and its label."""
         path = os.path.join(self._tree.root, self._tree.path(index))
         # Without O_NONBLOCK a pipe that took a picture's place since the scan would be waited for without end.
-        with open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb", buffering=0) as file:
-            found = os.fstat(file.fileno())
+        handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        try:
+            found = os.fstat(handle)
             if not stat.S_ISREG(found.st_mode) or found.st_size > FILE_BYTES:
                 text = f"It is no file of at most {FILE_BYTES} bytes: it has {found.st_size}."
                 raise DataError("bad_sample", text, "Leave it out.")
-            data = file.readall()
+            data = os.read(handle, found.st_size + 1)
+            while len(data) < found.st_size and (more := os.read(handle, found.st_size - len(data))):
+                data += more
+        finally:
+            os.close(handle)
         return images.load(data, self.rules), self._tree.label(index)
 
     def path(self, index: int) -> bytes:
