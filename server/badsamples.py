@@ -24,8 +24,6 @@ from .spec import bad_limit
 
 LISTED_EVENTS = 100
 LISTED_IN_ERROR = 3  #: kinds of them, one example each
-#: Where a sample can fail. `worker`: it ended or held up the process that prepared it, twice.
-STAGES = ("open", "decode", "transform", "write", "worker")
 
 _REMEDY = "Mend or remove it, then prepare again, or leave such samples out with --on-error skip."
 

@@ -44,7 +44,6 @@ _ORIENTATION = 0x0112
 _GREY = ("1", "L", "LA", "La")
 _COLOUR = ("RGB", "RGBA", "RGBa", "RGBX", "P", "PA", "CMYK", "YCbCr", "HSV", "LAB")
 _ALPHA = ("LA", "La", "RGBA", "RGBa", "PA")
-_CHANNELS = {"L": 1, "RGB": 3, "RGBA": 4}
 _lock = threading.Lock()
 
 

@@ -88,6 +88,7 @@ class Service:
         self._stop_fd = stop_fd
         self._log = log
         self._each_tick = each_tick
+        self._refused = 0
         self._watched: set[int] = set()
         self._running = True
 
@@ -142,9 +143,16 @@ class Service:
         try:
             request = codec.decode_request(frame)
         except PeerError as error:
+            self._count_refused(error)
             self._take(FrameRefused(peer, codec.request_id(frame), error))
             return
         self._take(RequestArrived(peer, request.id, request.message))
+
+    def _count_refused(self, error: PeerError) -> None:
+        """Count it, and tell the operator of the 1st, 10th, 100th, ...: a flood of them must not fill the log."""
+        self._refused += 1
+        if self._refused == 10 ** (len(str(self._refused)) - 1):
+            self._log(f"frames that are no request, so far: {self._refused}. The last: {error}")
 
     def _take(self, event: Event) -> None:
         """The engine's effects of an event. A fault of the engine is logged with its story, and the daemon lives on."""
