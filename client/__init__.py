@@ -5,6 +5,7 @@ What is here is imported when it is touched, because torch takes seconds.
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -12,16 +13,26 @@ if TYPE_CHECKING:
     from .dataset import ServedDataset as ServedDataset
     from .ragged import Flat as Flat
     from .ragged import Padded as Padded
+    from .selection import Balanced as Balanced
+    from .selection import Blocks as Blocks
+    from .selection import Fold as Fold
 
-__all__ = ["Flat", "Info", "Padded", "ServedDataset"]
+_MODULES = {
+    "Balanced": "selection",
+    "Blocks": "selection",
+    "Flat": "ragged",
+    "Fold": "selection",
+    "Info": "dataset",
+    "Padded": "ragged",
+    "ServedDataset": "dataset",
+}
+__all__ = ["Balanced", "Blocks", "Flat", "Fold", "Info", "Padded", "ServedDataset"]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in __all__:
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from . import dataset, ragged
-
-    return getattr(ragged if name in ("Flat", "Padded") else dataset, name)
+    return getattr(importlib.import_module(f".{_MODULES[name]}", __name__), name)
 
 
 def __dir__() -> list[str]:

@@ -14,16 +14,17 @@ from torch.utils.data import IterableDataset
 
 from dataserve.protocol import address as addresses
 from dataserve.protocol import limits
-from dataserve.protocol.errors import UserError
 from dataserve.protocol.messages import Open
 from dataserve.protocol.partition import Cursor, Partition
 from dataserve.protocol.plan import Plan
 
-from . import gather, locate, mapping, options, order, rivals, state, transport, world
-from .epochs import MAIN, Epochs, Handle
+from . import gather, locate, mapping, options, order, rivals, selection, state, transport, world
+from .course import Course
+from .epochs import Handle
 from .events import Iteration
 from .finish import Finish, Timed
-from .iterator import BatchIterator, Draw, Info, Run, cursor_of
+from .iterator import BatchIterator, Draw, Info, Run
+from .selection import Blocks
 from .session import Session
 from .world import Loading, World
 
@@ -42,7 +43,12 @@ class ServedDataset(IterableDataset[Any]):
 
     - `batch_size`: rows of one rank in one step. `last`: `even` (all ranks have equally many batches), `drop`, `short`.
     - `job`: the run's name, the same for all its ranks; else `$DATASERVE_JOB`, else made up where there is one rank.
-    - `seed`, `shuffle`: the order of each epoch, a pure function of (rows, seed, epoch).
+    - `seed`, `shuffle`: the order of each epoch, a pure function of (rows, seed, epoch). `shuffle=Blocks(...)` reads from few places
+      of the store at a time.
+    - `subset`: the rows that are read: a slice, row numbers, a mask, a `Fold`, or a predicate of the columns that gives one of these.
+    - `weights`: rows are drawn by weight: a number a row of the store, a column's name, or `Balanced("label")`; `samples` an epoch
+      (by default as many as there are rows), with `replacement` or without. All of this is looked up once, here, and pickled as
+      numbers, 4 bytes a row; a predicate is never called again.
     - `dtype`, `normalize=(mean, std)` on the 0 to 1 scale or `{"column": (mean, std)}`, `columns`: outputs.py has their rules.
     - `ragged`: rows that differ in length come as `list` (text as str, bytes as bytes), `flat` (`Flat`: values, offsets) or `padded`
       (`Padded`: values, mask, lengths); `{"column": form}` says it by column. Flat and padded text is its UTF-8.
@@ -63,7 +69,11 @@ class ServedDataset(IterableDataset[Any]):
         batch_size: int,
         job: str | None = None,
         seed: int = 0,
-        shuffle: bool = True,
+        shuffle: bool | Blocks = True,
+        subset: Any = None,
+        weights: Any = None,
+        replacement: bool = True,
+        samples: int | None = None,
         last: str = options.EVEN,
         drop_last: bool | None = None,
         rank: int | None = None,
@@ -84,7 +94,6 @@ class ServedDataset(IterableDataset[Any]):
             name=name,
             batch_size=batch_size,
             seed=seed,
-            shuffle=shuffle,
             last=last,
             drop_last=drop_last,
             rank=rank,
@@ -101,6 +110,7 @@ class ServedDataset(IterableDataset[Any]):
             store=store,
             timeout_s=timeout_s,
         )
+        chosen = selection.check(shuffle, subset, weights, replacement, samples)
         self._job, self._job_chosen = world.job_name(job, os.environ)
         world.require_job(world.resolve(rank, world_size, os.environ), self._job_chosen)
         self._world: World | None = None
@@ -110,21 +120,20 @@ class ServedDataset(IterableDataset[Any]):
         self._name = described.dataset
         self._store_id = described.store_id
         self._path = mapping.locate(described.path, self._options.store)
-        self._epochs = Epochs(secrets.randbits(64))
+        self._course = Course()
+        self._plan = selection.plan(chosen, mapping.Store(self._path, self._store_id), self._options.seed)
         self._set_up()
 
     def _set_up(self) -> None:
         """What is made anew in each process: the maps, and the state of iterations."""
         chosen = self._options
-        self._store = mapping.Store(self._path, self._store_id)
-        rows = self._store.manifest.rows
+        self._store = mapping.Store(
+            self._path, self._store_id, scattered=not (self._plan.is_fixed or self._plan.is_windowed)
+        )
         self._gatherer = gather.make(self._store, chosen)
-        self._plan = Plan("shuffled", rows, chosen.seed) if chosen.shuffle else Plan("sequential", rows)
         self._takes = (False, False) if chosen.transform is None else options.signature(chosen.transform)
         self._link: transport.Link | None = None
         self._upcoming: order.Upcoming | None = None
-        self._run: Run | None = None
-        self._iterator: weakref.ref[BatchIterator] | None = None
         _living.add(self)
 
     # --- what it is -------------------------------------------------------------------------------------------------
@@ -136,7 +145,12 @@ class ServedDataset(IterableDataset[Any]):
 
     @property
     def rows(self) -> int:
-        """Rows of the store."""
+        """Rows of the store, whatever part of it is read."""
+        return self._store.manifest.rows
+
+    @property
+    def samples(self) -> int:
+        """Samples of an epoch, those of all ranks together: `rows`, unless `subset`, `weights` or `samples` say otherwise."""
         return self._plan.n
 
     @property
@@ -187,10 +201,7 @@ class ServedDataset(IterableDataset[Any]):
     @property
     def epoch(self) -> int:
         """The epoch of the running iteration; where none runs, the one that the next `iter()` takes."""
-        iterator = None if self._iterator is None else self._iterator()
-        if iterator is not None and iterator.running and self._run is not None:
-            return self._run.epoch
-        return self._epochs.next().epoch
+        return self._course.epoch
 
     def __len__(self) -> int:
         """Batches of this rank in a full epoch."""
@@ -199,8 +210,9 @@ class ServedDataset(IterableDataset[Any]):
 
     def __repr__(self) -> str:
         here = self._world or world.resolve(self._options.rank, self._options.world_size, os.environ)
+        part = "" if self.samples == self.rows else f"samples={self.samples}, "
         return (
-            f"ServedDataset({self._name!r}, rows={self.rows}, columns={list(self.columns)}, batch_size={self.batch_size}, "
+            f"ServedDataset({self._name!r}, rows={self.rows}, {part}columns={list(self.columns)}, batch_size={self.batch_size}, "
             f"job={self._job!r}, rank={here.rank} of {here.size}, {self._plan.kind}, seed={self.seed}, epoch={self.epoch})"
         )
 
@@ -211,40 +223,40 @@ class ServedDataset(IterableDataset[Any]):
 
         Registers with the daemon and raises what it refuses. Ends the older iterator.
         """
-        self._end_run("a newer iter() of the same ServedDataset")
-        self._settle()
+        self._course.end("a newer iter() of the same ServedDataset")
+        self._course.settle()
         here = self._frozen_world()
         self._partition(here, 0)  # a last='drop' that leaves nothing is refused before an epoch is spent on it
         loading = world.loading()
-        slot = MAIN if loading is None else loading.worker + 1
-        cursor = self._epochs.take(slot, 0 if loading is None else loading.seed)
+        cursor, drawn = self._course.take(loading)
         try:
-            return self._begin(here, cursor, loading)
+            return self._begin(here, cursor, loading, drawn)
         except BaseException:
             if loading is None:
-                self._epochs.move(cursor)  # nothing was drawn of it
+                self._course.epochs.move(cursor)  # nothing was drawn of it
             raise
 
-    def _begin(self, here: World, cursor: Cursor, loading: Loading | None) -> BatchIterator:
+    def _begin(self, here: World, cursor: Cursor, loading: Loading | None, drawn: int) -> BatchIterator:
         in_worker = loading is not None
         worker, workers = (loading.worker, loading.workers) if loading else (0, 1)
         opened = self._opening(here, cursor, worker, workers)
         iteration = Iteration(next(_iterations), opened, self._partition(here, cursor.position))
-        run = Run(iteration, self._epochs.times, measures=not in_worker)
-        lasts = not in_worker or self._run is not None  # a worker that iterates again is persistent
-        draw = self._drawing(iteration, run, lasts) if iteration.total else None
+        run = Run(iteration, self._course.epochs, drawn, in_worker=in_worker)
+        lasts = not in_worker or self._course.begun  # a worker that iterates again is persistent
+        draw = self._drawing(iteration, run, lasts) if iteration.total > drawn else None
         prefetch = self._options.prefetch
         if prefetch is None:
             small = self._gatherer.size_bytes(self.batch_size) < options.SMALL_BATCH_BYTES
             prefetch = 0 if in_worker or small else 2
         finish = Finish(self._options, self._takes, cursor.epoch)
         iterator = BatchIterator(draw, run, prefetch, finish, passes_on=in_worker)
-        self._run, self._iterator = run, weakref.ref(iterator)
+        self._course.begin(run, iterator)
         return iterator
 
     def _drawing(self, iteration: Iteration, run: Run, lasts: bool) -> Draw:
         """Registers the iteration; the order is made while the daemon answers."""
-        first = not self._epochs.opened and not self._epochs.alone
+        epochs = self._course.epochs
+        first = not epochs.opened and not epochs.alone
         rivals.refuse(self._address, iteration.open)
         link = self._usable_link()
         leave = link.begin(iteration, run.progress)
@@ -255,6 +267,7 @@ class ServedDataset(IterableDataset[Any]):
         rivals.note(self._address, iteration.open, link)
         return Draw(
             iteration,
+            self._plan,
             epoch_order,
             self._gatherer,
             self.seed,
@@ -284,7 +297,7 @@ class ServedDataset(IterableDataset[Any]):
         )
 
     def _partition(self, here: World, origin: int) -> Partition:
-        return Partition(self.rows, self.batch_size, here.size, self._options.last, origin)
+        return Partition(self.samples, self.batch_size, here.size, self._options.last, origin)
 
     def _frozen_world(self) -> World:
         if self._world is None:
@@ -295,29 +308,14 @@ class ServedDataset(IterableDataset[Any]):
 
     def _usable_link(self) -> transport.Link:
         if self._link is None or not self._link.usable:
-            epochs, timeout_s = self._epochs, self._options.timeout_s
+            epochs, timeout_s = self._course.epochs, self._options.timeout_s
             machine = Session(transport.identity(), timeout_s, alone=epochs.alone, opened=epochs.opened)
             self._link = transport.Link(self._address, machine, epochs.note_link)
         return self._link
 
-    def _end_run(self, why: str) -> None:
-        if self._run is not None:
-            self._run.replaced_by = why
-        iterator = None if self._iterator is None else self._iterator()
-        if iterator is not None:
-            iterator.close()
-        self._iterator = None
-
-    def _settle(self) -> None:
-        """A process that is neither the page's maker nor one of its loader workers counts epochs for itself: a rank
-        that was spawned with the object, for instance."""
-        if self._epochs.owner_pid != os.getpid() and world.loading() is None:
-            self._epochs = Epochs(secrets.randbits(64), None, self._epochs.next())
-            self._run = None
-
     def timed(self, loader: Any) -> Timed:
         """The loader, measured: under loader workers only the loop's own process can know how long it waits."""
-        return Timed(self._epochs, loader)
+        return Timed(self._course.epochs, loader)
 
     # --- the cursor -------------------------------------------------------------------------------------------------
 
@@ -326,11 +324,7 @@ class ServedDataset(IterableDataset[Any]):
         running iterator."""
         wanted = options.integer("set_epoch: the epoch", epoch, 0, limits.EPOCH - 1)
         world.refuse_in_worker("set_epoch")
-        self._settle()
-        self._end_run("set_epoch()")
-        upcoming = self._epochs.next()
-        self._epochs.move(upcoming if upcoming.epoch == wanted else Cursor(wanted, 0))
-        self._run = None
+        self._course.set_epoch(wanted)
 
     def state_dict(self, batches: int | None = None) -> dict[str, Any]:
         """How far the loop is, as plain integers and text: what comes after the batches that it was given.
@@ -339,62 +333,56 @@ class ServedDataset(IterableDataset[Any]):
         resumption, if it was resumed). Without it that raises `bad_state`.
         """
         here = self._frozen_world()
-        return state.make(self._store_id, self._plan, self._cursor(here, batches), self.batch_size, here.size)
-
-    def _cursor(self, here: World, batches: int | None) -> Cursor:
-        self._settle()
-        latest, run = self._epochs.latest(), self._run
-        if latest is None and batches is None:
-            return self._epochs.next()
-        cursor, in_workers = latest or (self._epochs.next(), False)
-        if batches is not None:
-            return self._partition(here, cursor.position).cursor(cursor.epoch, here.rank, batches)
-        if in_workers or run is None:
-            raise UserError(
-                "bad_state",
-                "The batches are drawn by loader workers; this process cannot see how many the loop was given.",
-                "Count them: state_dict(batches=i) is the state after i batches of this epoch.",
-            )
-        return cursor_of(run, run.given)
+        loading = world.loading()
+        if loading is not None and batches is None:
+            cursor, drawn = self._course.drawn()
+            made = state.make(self._store_id, self._plan, cursor, self.batch_size, here.size)
+            return state.of_worker(made, loading, drawn)
+        world.refuse_in_worker("state_dict")
+        cursor = self._course.cursor(lambda origin: self._partition(here, origin), here.rank, batches)
+        return state.make(self._store_id, self._plan, cursor, self.batch_size, here.size)
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """The next `iter()` goes on where that state was taken, on any world size, batch size and number of workers.
         Ends the running iterator. Raises `bad_state`, `state_mismatch`."""
-        world.refuse_in_worker("load_state_dict")
-        cursor = state.read(saved, self._store_id, self._plan)
-        self._settle()
-        self._end_run("load_state_dict()")
-        self._epochs.move(cursor)
-        self._run = None
+        loading = world.loading()
+        if loading is not None:
+            size = self._frozen_world().size
+            cursor, drawn = state.read_worker(saved, self._store_id, self._plan, loading, self.batch_size, size)
+            self._course.resume(loading, cursor, drawn)
+            return
+        self._course.move(state.read(saved, self._store_id, self._plan), "load_state_dict()")
 
     # --- other processes --------------------------------------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
         if world.distributed_is_initialised():
             self._frozen_world()  # the group is not there where this is going
-        self._settle()
+        self._course.settle()
         return {
             "options": self._options,
             "identity": (self._address, self._name, self._path, self._store_id, self._instance),
             "job": (self._job, self._job_chosen),
             "world": self._world,
-            "epochs": (tuple(self._epochs.handle()), tuple(self._epochs.next())),
+            "plan": self._plan,
+            "epochs": (tuple(self._course.epochs.handle()), tuple(self._course.epochs.next())),
         }
 
     def __setstate__(self, saved: dict[str, Any]) -> None:
         self._options = saved["options"]
         self._address, self._name, self._path, self._store_id, self._instance = saved["identity"]
         self._job, self._job_chosen = saved["job"]
+        self._plan = saved["plan"]
         self._world = None if saved["world"] is None else World(*saved["world"])
         handle, cursor = saved["epochs"]
-        self._epochs = Epochs(secrets.randbits(64), Handle(*handle), Cursor(*cursor))
+        self._course = Course(Handle(*handle), Cursor(*cursor))
         self._set_up()
 
 
 def _settle_all() -> None:
     """Before a fork: its children, loader workers perhaps, share the page of this process and not of an older one."""
     for dataset in list(_living):
-        dataset._settle()
+        dataset._course.settle()
 
 
 os.register_at_fork(before=_settle_all)

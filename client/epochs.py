@@ -12,13 +12,16 @@ there takes the next after all.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import mmap
 import os
 import stat
+import time
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from dataserve.protocol import limits
-from dataserve.protocol.errors import UserError
+from dataserve.protocol.errors import MachineError, UserError
 from dataserve.protocol.partition import Cursor
 
 PAGE_BYTES = 4096
@@ -27,7 +30,9 @@ MAIN = 0  #: the main process's slot; worker w has w + 1
 SLOTS = limits.WORKERS + 1
 
 # Words of 8 bytes, each stored and loaded at once.
-_TOKEN, _GENERATION, _BASES, _ALONE, _OPENED, _TIMED, _WAIT_US, _BUSY_US, _SLOTS = 0, 1, 2, 6, 7, 8, 9, 10, 16
+_TOKEN, _GENERATION, _BASES = 0, 1, 2
+_ALONE, _OPENED, _TIMED, _WAIT_US, _BUSY_US, _JOINED = range(6, 12)
+_SLOTS = 16
 assert 8 * (_SLOTS + SLOTS) <= PAGE_BYTES
 
 _GENERATIONS = 2**16
@@ -86,10 +91,12 @@ class Epochs:
         epoch = self._next(slot, tag % _TAGS, generation, base.epoch)
         if epoch >= limits.EPOCH:
             raise UserError("bad_state", f"Epoch {epoch} does not exist: they end at {limits.EPOCH - 1}.")
-        taken = _Taken(generation, tag % _TAGS, epoch)
+        self._note(slot, _Taken(generation, tag % _TAGS, epoch))
+        return Cursor(epoch, base.position if epoch == base.epoch else 0)
+
+    def _note(self, slot: int, taken: _Taken) -> None:
         self._words[_SLOTS + slot] = _pack(taken)
         self._own[slot] = (os.getpid(), taken)
-        return Cursor(epoch, base.position if epoch == base.epoch else 0)
 
     def _next(self, slot: int, tag: int, generation: int, base: int) -> int:
         taken = [_unpack(word) for word in self._words[_SLOTS : _SLOTS + SLOTS].tolist()]  # one look at all
@@ -109,9 +116,54 @@ class Epochs:
         last = max(current)
         return last + 1 if last >= 0 else base
 
+    def join(self, slot: int, tag: int, cursor: Cursor) -> None:
+        """A loader worker begins at the cursor of a state that all workers of its `DataLoader` load: the first of them
+        moves the page there, the others follow. Raises `stuck` where a sibling was stopped in the midst of it."""
+        tag %= _TAGS
+        with self._locked():
+            generation, base = self._base()
+            # Who has been there before loads the same state again.
+            been = _unpack(self._words[_SLOTS + slot]).generation == generation
+            if been or base != cursor or self._words[_JOINED] != generation << 16 | tag:
+                generation = _following(generation)
+                self._words[_JOINED] = generation << 16 | tag
+                self.move(cursor)
+            self._note(slot, _Taken(generation, tag, cursor.epoch))
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Alone among the processes that share the page."""
+        deadline = time.monotonic() + limits.SILENT_S
+        while True:
+            try:
+                fcntl.lockf(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except OSError:
+                if time.monotonic() > deadline:
+                    raise MachineError(
+                        "stuck", f"Another loader worker has held the page of epochs for {limits.SILENT_S:g} s."
+                    ) from None
+                time.sleep(0.001)
+        try:
+            yield
+        finally:
+            fcntl.lockf(self._descriptor, fcntl.LOCK_UN)
+
+    @property
+    def generation(self) -> int:
+        """Another number after each `move`."""
+        return int(self._words[_GENERATION])
+
+    @property
+    def joined(self) -> bool:
+        """Whether the latest epoch is one that loader workers have gone on with, each behind batches of its own."""
+        generation, base = self._base()
+        latest = self.latest()
+        return self._words[_JOINED] >> 16 == generation and latest is not None and latest[0].epoch == base.epoch
+
     def move(self, cursor: Cursor) -> None:
         """Epochs count from this cursor on; the next `take` anywhere takes it."""
-        generation = self._words[_GENERATION] % (_GENERATIONS - 1) + 1  # never 0, which an empty slot has
+        generation = _following(self._words[_GENERATION])
         # Two places by turns, so that a reader of the older generation never sees half of the new cursor.
         place = _BASES + 2 * (generation & 1)
         self._words[place], self._words[place + 1] = cursor
@@ -186,6 +238,10 @@ def _find(handle: Handle) -> int | None:
             return descriptor
     os.close(descriptor)
     return None
+
+
+def _following(generation: int) -> int:
+    return generation % (_GENERATIONS - 1) + 1  # never 0, which an empty slot has
 
 
 def _pack(taken: _Taken) -> int:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from numpy.random import MT19937, mtrand
 
-from dataserve.protocol import plan as plans
+from dataserve.protocol import draws
 
 from .epochs import Epochs
 from .iterator import Drawn
@@ -35,7 +35,7 @@ class Finish:
         return (batch, drawn.info) if self._with_info else batch
 
     def _transformed(self, transform: Callable[..., Any], drawn: Drawn) -> Any:
-        seed = plans.batch_seed(self._seed, self._epoch, drawn.place.start)
+        seed = draws.batch_seed(self._seed, self._epoch, drawn.place.start)
         arguments = (drawn.batch, drawn.info) if self._takes_info else (drawn.batch,)
         try:
             if self._takes_generator:

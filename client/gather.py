@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import functools
 from collections import namedtuple
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import numpy.typing as npt
 
 from dataserve.protocol import manifest
@@ -18,6 +19,8 @@ from .mapping import Store
 from .options import Options
 from .outputs import Output, outputs
 from .ragged import RaggedColumn
+
+Assemble = Callable[[npt.NDArray[np.intp] | slice], Any]
 
 
 def select(structure: Structure, columns: str | Sequence[str] | None, known: Manifest) -> Structure:
@@ -62,25 +65,29 @@ class Gatherer:
     def __init__(self, store: Store, structure: Structure, leaving: Mapping[str, Output], batch_size: int) -> None:
         """Maps the columns of `leaving`, those of the structure. Raises `bad_store`, `no_access`."""
         self._rows = store.manifest.rows
-        self._structure = structure
-        self._types = _tuple_types(structure)
         self._columns: dict[str, FixedColumn | RaggedColumn] = {}
         for name, output in leaving.items():
             fixed = output.column.kind == "fixed"
             self._columns[name] = FixedColumn(store, output, batch_size) if fixed else RaggedColumn(store, output)
+        #: The batch of rows that have been checked: `gather` without a look at each.
+        self.assemble: Assemble = _assembly(structure, self._columns)
+
+    def check(self, rows: npt.NDArray[Any]) -> npt.NDArray[np.intp]:
+        """The same rows as numpy indexes with them, if all are there. Raises `bad_store`: an order can come from a file."""
+        if len(rows):
+            self._require(int(rows.min()), int(rows.max()))
+        return rows.astype(np.intp)
 
     def gather(self, rows: npt.NDArray[Any] | slice) -> Any:
-        """The batch of those rows (indices, or a slice of the store), in the sample's structure.
-
-        Raises `bad_store` for a row that is not there: an order can come from a file.
-        """
+        """The batch of those rows (indices, or a slice of the store), in the sample's structure. Raises what `check` does."""
         if isinstance(rows, slice):
-            low, high = rows.start, rows.stop - 1
-        else:
-            low, high = int(rows.min()), int(rows.max())
+            self._require(rows.start, rows.stop - 1)
+            return self.assemble(rows)
+        return self.assemble(self.check(rows))
+
+    def _require(self, low: int, high: int) -> None:
         if low < 0 or high >= self._rows:
             raise DataError("bad_store", f"The order names the rows {low} to {high}; the store has {self._rows}.")
-        return self._build(self._structure, {name: column.gather(rows) for name, column in self._columns.items()})
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -91,17 +98,26 @@ class Gatherer:
         """Bytes of a batch of so many rows; of ragged ones by their mean length."""
         return sum(column.size_bytes(count) for column in self._columns.values())
 
-    def _build(self, structure: Structure, columns: Mapping[str, Any]) -> Any:
-        ((kind, inner),) = structure.items()
-        if kind == "column":
-            return columns[inner]
-        if kind == "tuple":
-            return tuple(self._build(item, columns) for item in inner)
+
+def _assembly(structure: Structure, columns: Mapping[str, FixedColumn | RaggedColumn]) -> Assemble:
+    """A structure as a function of rows, so that no batch walks through it again. Columns are gathered in its order."""
+    ((kind, inner),) = structure.items()
+    if kind == "column":
+        return columns[inner].gather
+    if kind in ("tuple", "list"):
+        parts = [_assembly(item, columns) for item in inner]
         if kind == "list":
-            return [self._build(item, columns) for item in inner]
-        if kind == "dict":
-            return {key: self._build(item, columns) for key, item in inner}
-        return self._types[_signature(inner)](*(self._build(item, columns) for _, item in inner["fields"]))
+            return lambda rows: [part(rows) for part in parts]
+        if len(parts) == 2:  # a picture and its label: nearly all there are
+            first, second = parts
+            return lambda rows: (first(rows), second(rows))
+        return lambda rows: tuple([part(rows) for part in parts])
+    if kind == "dict":
+        pairs = [(key, _assembly(item, columns)) for key, item in inner]
+        return lambda rows: {key: part(rows) for key, part in pairs}
+    fields = [_assembly(item, columns) for _, item in inner["fields"]]
+    made = _tuple_type((inner["name"], *(key for key, _ in inner["fields"])))
+    return lambda rows: made(*[part(rows) for part in fields])
 
 
 def make(store: Store, chosen: Options) -> Gatherer:
@@ -111,25 +127,6 @@ def make(store: Store, chosen: Options) -> Gatherer:
     used = [known.column(name) for name in manifest.leaves(structure)]
     leaving = outputs(used, chosen.dtype, chosen.normalize, chosen.ragged)
     return Gatherer(store, structure, leaving, min(chosen.batch_size, known.rows))
-
-
-def _signature(inner: Mapping[str, Any]) -> tuple[str, ...]:
-    return (inner["name"], *(key for key, _ in inner["fields"]))
-
-
-def _tuple_types(structure: Structure) -> dict[tuple[str, ...], Any]:
-    """The named tuples of a structure, each made once, so that a loop sees one type in all batches."""
-    ((kind, inner),) = structure.items()
-    if kind == "column":
-        return {}
-    found: dict[tuple[str, ...], Any] = {}
-    if kind == "namedtuple":
-        signature = _signature(inner)
-        found[signature] = _tuple_type(signature)
-        inner, kind = inner["fields"], "dict"
-    for item in inner:
-        found |= _tuple_types(item[1] if kind == "dict" else item)
-    return found
 
 
 @functools.cache

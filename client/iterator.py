@@ -15,23 +15,27 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from dataserve.protocol import limits
-from dataserve.protocol import plan as plans
 from dataserve.protocol.errors import MachineError, UserError
-from dataserve.protocol.partition import Cursor, Range
+from dataserve.protocol.partition import Range
+from dataserve.protocol.plan import Plan
 
+from .epochs import Epochs
 from .events import Iteration, Progress
 from .gather import Gatherer
-from .order import Order
+from .order import Order, Windows
+from .places import Places, Rows
 from .transport import Leave, Link
 
 POLL_S = 1.0  #: a wait for the thread looks this often whether it still lives
 
 
 class Info(NamedTuple):
-    """What a batch holds: `rows[i]` of the store, `row_seeds[i]` for its augmentation, by (seed, epoch, row) alone.
+    """What a batch holds: `rows[i]` of the store, `row_seeds[i]` for its augmentation, by (seed, epoch, row) alone; where a row
+    may come twice (`weights` with replacement) by (seed, epoch, position).
 
     `rows` and `row_seeds` are int64, `valid` is bool, all `(len(batch),)`; a row that is not valid is padding that makes
     the ranks' batch counts equal. `start` is the batch's first position in the epoch's sequence.
@@ -54,27 +58,31 @@ class Info(NamedTuple):
 class Run:
     """How far the loop is, shared by the iterator and the data set: counts only what the loop was given."""
 
-    def __init__(
-        self, iteration: Iteration, times: Callable[[], tuple[float, float] | None], *, measures: bool = True
-    ) -> None:
-        """`times`: seconds waited and worked as the loop's own process has measured them, for a loader worker, which
-        measures nothing that matters."""
+    def __init__(self, iteration: Iteration, epochs: Epochs, drawn: int = 0, *, in_worker: bool = False) -> None:
+        """`drawn` batches lie behind it already. A loader worker measures nothing that matters: there the times are those that
+        the loop's own process has noted in `epochs`."""
         self.iteration = iteration
         self.epoch = iteration.open.epoch
-        self.given = 0
+        self.given = drawn
         self.samples = 0
         self.wait_s = 0.0
         self.busy_s = 0.0
         self.replaced_by: str | None = None
-        self._measures = measures
-        self._times = times
-        self._times_before = times()
+        self._in_worker = in_worker
+        self._epochs = epochs
+        self._generation = epochs.generation
+        self._times_before = epochs.times()
+
+    @property
+    def overtaken(self) -> bool:
+        """Whether another process has moved the cursor since this loader worker began."""
+        return self._in_worker and self._epochs.generation != self._generation
 
     def progress(self) -> Progress:
         """For the daemon. Called on the link's thread too: the fields may be a batch apart, which does no harm."""
-        if self._measures:
+        if not self._in_worker:
             return Progress(self.given, self.samples, self.wait_s, self.busy_s)
-        times = self._times()
+        times = self._epochs.times()
         if times is None:
             return Progress(self.given, self.samples, None, None)
         before = self._times_before or (0.0, 0.0)
@@ -95,7 +103,8 @@ class Draw:
     def __init__(
         self,
         iteration: Iteration,
-        order: Order | None,
+        plan: Plan,
+        order: Order | Windows | None,
         gatherer: Gatherer,
         seed: int,
         link: Link,
@@ -109,8 +118,9 @@ class Draw:
         self.total = iteration.total
         self.timeout_s = timeout_s
         self._iteration = iteration
-        self._order = order
-        self._gatherer = gatherer
+        self._plan = plan
+        self._places = Places(iteration, order, gatherer)
+        self._assemble = gatherer.assemble
         self._seed = seed
         self._link = link
         self._leave = leave
@@ -120,32 +130,27 @@ class Draw:
 
     def __call__(self, index: int) -> Drawn:
         """Batch `index` of this consumer, once the daemon has granted it or has not answered in time."""
-        self._link.admit(self._leave, index, self.timeout_s)
+        if index >= self._leave.free:
+            self._link.admit(self._leave, index, self.timeout_s)
         if index == self._near_end_at:
             self._near_end()
-        opened = self._iteration.open
-        place = self._iteration.partition.worker_batch(opened.rank, opened.worker, opened.workers, index)
-        if self._order is None:
-            rows: Any = slice(place.start, place.stop)
-        else:
-            rows = self._order[place.start : place.stop]
         try:
-            batch = self._gatherer.gather(rows)
+            place, rows = self._places(index)
+            batch = self._assemble(rows)
         except Exception as error:
-            error.add_note(
-                f"while batch {index} of epoch {opened.epoch}, positions [{place.start}, {place.stop}), was assembled"
-            )
+            opened = self._iteration.open
+            start, stop, _ = self._iteration.partition.worker_batch(opened.rank, opened.worker, opened.workers, index)
+            error.add_note(f"while batch {index} of epoch {opened.epoch}, positions [{start}, {stop}), was assembled")
             raise
-        return Drawn(batch, self._info(place) if self._with_info else None, place)
+        return Drawn(batch, self._info(place, rows) if self._with_info else None, place)
 
-    def _info(self, place: Range) -> Info:
+    def _info(self, place: Range, indices: Rows) -> Info:
         epoch = self._iteration.open.epoch
-        if self._order is None:
-            rows = torch.arange(place.start, place.stop)
-        else:
-            rows = torch.from_numpy(self._order[place.start : place.stop].astype("int64"))
+        listed = np.arange(place.start, place.stop) if isinstance(indices, slice) else indices.astype("int64")
+        rows = torch.from_numpy(listed)  # a copy: the user's own
         valid = torch.arange(len(rows)) < place.valid
-        return Info(epoch, place.start, rows, valid, torch.from_numpy(plans.row_seeds(self._seed, epoch, rows.numpy())))
+        seeds = self._plan.seeds(self._seed, epoch, place.start, rows.numpy())
+        return Info(epoch, place.start, rows, valid, torch.from_numpy(seeds))
 
     def finish(self, progress: Progress) -> None:
         """Tell the daemon that the iteration is over."""
@@ -159,9 +164,9 @@ class _Shelf:
     `SimpleQueue.put` is re-entrant, so that a finaliser may call `stop` inside any other call of the same thread.
     """
 
-    def __init__(self, depth: int) -> None:
+    def __init__(self, depth: int, first: int) -> None:
         self.depth = depth
-        self.taken = 0  # batches below this index have left or are leaving
+        self.taken = first  # batches below this index have left or are leaving
         self.batches: dict[int, Drawn | Exception] = {}
         self.room: queue.SimpleQueue[None] = queue.SimpleQueue()
         self.ready: queue.SimpleQueue[None] = queue.SimpleQueue()
@@ -181,10 +186,10 @@ class _Shelf:
 class Ahead:
     """A thread that draws batches in order, at most `depth` before they are taken."""
 
-    def __init__(self, draw: Draw, depth: int) -> None:
+    def __init__(self, draw: Draw, depth: int, first: int) -> None:
         self.failed = False  #: its error has been raised, and it draws no more
         self._timeout_s = draw.timeout_s + limits.SILENT_S
-        self._shelf = _Shelf(depth)
+        self._shelf = _Shelf(depth, first)
         self._thread = threading.Thread(
             target=_work_ahead, args=(draw, self._shelf), name="dataserve-ahead", daemon=True
         )
@@ -223,7 +228,7 @@ class Ahead:
 
 
 def _work_ahead(draw: Draw, shelf: _Shelf) -> None:
-    for index in range(draw.total):
+    for index in range(shelf.taken, draw.total):
         _wait_for_room(shelf, index)
         if shelf.stopped:
             return
@@ -263,7 +268,7 @@ class BatchIterator(Iterator[Any]):
         self._passes_on = passes_on
         self._last_s: float | None = None
         self._handed = -1  # the latest batch that the thread ahead has delivered
-        self._ahead = Ahead(draw, prefetch) if draw is not None and prefetch and self._total else None
+        self._ahead = Ahead(draw, prefetch, run.given) if draw is not None and prefetch else None
 
     def __next__(self) -> Any:
         asked_s = time.perf_counter()
@@ -272,6 +277,9 @@ class BatchIterator(Iterator[Any]):
         if run.given >= self._total:
             self.close()
             raise StopIteration
+        if run.overtaken:
+            run.replaced_by = "set_epoch() or load_state_dict() in the main process"
+            self._check()
         if self._last_s is not None:
             run.busy_s += asked_s - self._last_s
             self._last_s = None  # else a call that follows one that raised would count it again
@@ -348,8 +356,3 @@ def _require_shared_memory(needed_bytes: int) -> None:
             f"A batch of {needed_bytes} bytes must pass through /dev/shm, which has {free_bytes} free.",
             "Use num_workers=0, which needs none; or give the container more (--shm-size).",
         )
-
-
-def cursor_of(run: Run, batches: int) -> Cursor:
-    """The cursor after so many batches of that run."""
-    return run.iteration.partition.cursor(run.epoch, run.iteration.open.rank, batches)

@@ -36,7 +36,6 @@ class Options:
     name: str
     batch_size: int
     seed: int
-    shuffle: bool
     last: str
     rank: int | None
     world_size: int | None
@@ -57,7 +56,6 @@ def check(
     name: object,
     batch_size: object,
     seed: object,
-    shuffle: object,
     last: object,
     drop_last: object,
     rank: int | None,
@@ -86,7 +84,6 @@ def check(
         name,
         integer("batch_size", batch_size, 1, limits.BATCH_SIZE, "bad_batch"),
         integer("seed", seed, 0, limits.SEED - 1),
-        _flag("shuffle", shuffle),
         _last(last, drop_last),
         rank,
         world_size,

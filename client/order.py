@@ -1,8 +1,9 @@
-"""The order of an epoch in memory: made once a process, or once a machine where it is large.
+"""The order of an epoch in memory: made once a process, or once a machine where it is large; or a window at a time.
 
 Up to `ORDER_SHARED_ROWS` each process makes its own: a sort of 4 M keys takes a fraction of a second. Above, the first
 writes `<digest16>-<epoch>.npy` into the orders folder beside the daemon's socket and all map it; one that cannot write
-there makes its own. The file is content-addressed by what defines it, so that nobody needs to agree on anything.
+there makes its own. The file is content-addressed by what defines it, so that nobody needs to agree on anything. An order
+of blocks is never whole: a batch is sliced from the window that it lies in, so that it costs a window to begin anywhere.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dataserve.protocol import limits
+from dataserve.protocol.blocks import BlockOrder
 from dataserve.protocol.errors import DataserveError
 from dataserve.protocol.manifest import npy_header
 from dataserve.protocol.plan import Plan
@@ -39,13 +41,43 @@ _orders: WeakValueDictionary[tuple[str, int], Order] = WeakValueDictionary()
 _making = threading.Lock()
 
 
-def of(plan: Plan, epoch: int, folder: str | None, shared_rows: int = limits.ORDER_SHARED_ROWS) -> Order | None:
-    """Rows by position, uint32 `(n,)`, read-only; None where position and row are the same number.
+class Windows:
+    """An order of blocks: `[start:stop]` gives the rows at those positions, from the window that was made last or a new one.
+    From any thread."""
+
+    def __init__(self, order: BlockOrder) -> None:
+        self._order = order
+        self._latest: tuple[int, Order] = (0, np.empty(0, np.uint32))
+
+    def __getitem__(self, positions: slice) -> Order:
+        start, stop = int(positions.start), int(positions.stop)
+        parts = []
+        while start < stop:
+            first, rows = self._window_of(start)
+            parts.append(rows[start - first : stop - first])
+            start = first + len(rows)
+        return parts[0] if len(parts) == 1 else np.concatenate(parts or [np.empty(0, np.uint32)])
+
+    def _window_of(self, position: int) -> tuple[int, Order]:
+        """The first position of the window that holds this one, and its rows."""
+        latest = self._latest
+        if not latest[0] <= position < latest[0] + len(latest[1]):
+            window = self._order.window_of(position)
+            self._latest = latest = self._order.start(window), self._order.window(window)
+        return latest
+
+
+def of(
+    plan: Plan, epoch: int, folder: str | None, shared_rows: int = limits.ORDER_SHARED_ROWS
+) -> Order | Windows | None:
+    """Rows by position, uint32 `(n,)`, read-only, or what gives slices of them; None where position and row are the same.
 
     Objects of one process share it while any of them holds it. `folder`: where large ones are shared, if anywhere.
     """
-    if plan.kind == "sequential":
-        return None
+    if plan.is_fixed:
+        return plan.order(epoch)
+    if (windows := plan.windows(epoch)) is not None:
+        return Windows(windows)
     key = (plan.digest(), epoch)
     with _making:
         order = _orders.get(key)
@@ -68,12 +100,12 @@ class Upcoming:
         self, plan: Plan, epoch: int, folder: str, shared_rows: int = limits.ORDER_SHARED_ROWS, *, lasts: bool = True
     ) -> None:
         self._wanted = (
-            plan.kind != "sequential"
+            not (plan.is_fixed or plan.is_windowed)
             and plan.n >= (AHEAD_ROWS if lasts else shared_rows + 1)
             and epoch < limits.EPOCH  # behind the last one there is none
         )
         self._arguments = plan, epoch, folder, shared_rows
-        self._order: Order | None = None
+        self._order: Order | Windows | None = None
 
     def start(self) -> None:
         """Have it made; waits for nothing, and does nothing when repeated."""

@@ -21,7 +21,6 @@ from dataserve.protocol.manifest import Column
 FLOATS = ("float16", "float32", "float64", "bfloat16")
 TORCH_FLOATS = (torch.float16, torch.float32, torch.float64, torch.bfloat16)
 FORMS = ("list", "flat", "padded")  #: of ragged columns: ragged.py has them
-BLOCK_BYTES = 1 << 19  #: normalisation goes over this much at a time, so that its passes find the values in the cache
 
 Stats = tuple[Any, Any]
 
@@ -30,8 +29,8 @@ Stats = tuple[Any, Any]
 class Output:
     """How a column leaves: as the torch type `dtype`, `(x - mean) * scale` before, if they are there.
 
-    `mean` and `scale` are float32 (float64 for float64), of the shape of a row (of an element, if ragged) or broadcast to
-    it, on the stored scale. `form` is one of `FORMS`, of no meaning where the column is fixed.
+    `mean` and `scale` are float64, `(channels, 1, 1)` for images and else broadcast to a row (to an element, if ragged), on the
+    stored scale; convert.py has the arithmetic. `form` is one of `FORMS`, of no meaning where the column is fixed.
     """
 
     column: Column
@@ -55,21 +54,6 @@ class Output:
         if self.column.dtype == "bfloat16":
             return torch.from_numpy(stored.view(np.int16)).view(torch.bfloat16)
         return torch.from_numpy(stored)
-
-    def convert(self, stored: torch.Tensor, result: torch.Tensor) -> None:
-        """Write the stored values, `(items, *shape)`, into `result` of the same shape and this type."""
-        if self.mean is None or self.scale is None:
-            result.copy_(stored)
-            return
-        step = max(1, BLOCK_BYTES // max(1, self.item_bytes))
-        exact = self.dtype == self.mean.dtype
-        for start in range(0, len(stored), step):
-            source, part = stored[start : start + step], result[start : start + step]
-            # Half precision is reached at the end: its mantissa would not hold what lies between.
-            work = part.copy_(source) if exact else source.to(self.mean.dtype)
-            work.sub_(self.mean).mul_(self.scale)
-            if not exact:
-                part.copy_(work)
 
 
 def outputs(columns: Sequence[Column], dtype: object, normalize: object, ragged: object = None) -> dict[str, Output]:
@@ -95,13 +79,12 @@ def _output(column: Column, dtype: torch.dtype | None, stats: Stats | None, form
             "bad_option", f"normalize: a std of {column.name!r} is 0: {std}.", "Rows cannot be divided by it."
         )
     default = torch.float32 if column.dtype == "uint8" else stored
-    compute = torch.float64 if column.dtype == "float64" else torch.float32
     shape = (len(mean), *(1,) * (len(column.shape) - 1)) if column.shape else ()
     return Output(
         column,
         default if dtype is None else dtype,
-        torch.tensor([value * unit for value in mean], dtype=compute).reshape(shape),
-        torch.tensor([1.0 / (value * unit) for value in std], dtype=compute).reshape(shape),
+        torch.tensor([value * unit for value in mean], dtype=torch.float64).reshape(shape),
+        torch.tensor([1.0 / (value * unit) for value in std], dtype=torch.float64).reshape(shape),
         form,
     )
 

@@ -15,6 +15,7 @@ import torch
 from dataserve.protocol.errors import DataError
 
 from .buffers import VaryingPool
+from .convert import Blockwise
 from .mapping import Store
 from .outputs import Output
 
@@ -51,6 +52,7 @@ class RaggedColumn:
     def __init__(self, store: Store, output: Output) -> None:
         self._values, self._offsets = store.ragged(output.column.name)
         self._output = output
+        self._convert = Blockwise(output)
         self._pool = VaryingPool()
         self._scratch = VaryingPool(2)
 
@@ -101,7 +103,7 @@ class RaggedColumn:
             return stored
         leased = (self._pool if last else self._scratch).lease(total * output.item_bytes)
         result = torch.from_numpy(leased).view(output.dtype).reshape(shape)
-        output.convert(stored, result)
+        self._convert(stored, result)
         return result
 
     def _padded(self, flat: torch.Tensor, lengths: torch.Tensor) -> Padded:

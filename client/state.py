@@ -10,6 +10,8 @@ from dataserve.protocol.errors import UserError
 from dataserve.protocol.partition import Cursor
 from dataserve.protocol.plan import Plan
 
+from .world import Loading
+
 _REMEDY = "Give what state_dict() returned."
 
 
@@ -29,6 +31,45 @@ def make(store_id: str, plan: Plan, cursor: Cursor, batch_size: int, world_size:
 
 def read(saved: object, store_id: str, plan: Plan) -> Cursor:
     """The cursor of a state of this store and this plan. Raises `bad_state`, `state_mismatch` with both sides."""
+    checked = _checked(saved)
+    if "workers" in checked:
+        raise UserError(
+            "bad_state",
+            f"The state is one loader worker's, of {checked['workers']}: it says what that one has drawn.",
+            "Give it to the loader that has made it; or save train.state_dict(batches=i), which any process can load.",
+        )
+    return _cursor(checked, store_id, plan)
+
+
+def of_worker(made: dict[str, Any], loading: Loading, drawn: int) -> dict[str, Any]:
+    """A loader worker's own state: the iteration's start, and the batches that it has drawn since."""
+    return {**made, "worker": loading.worker, "workers": loading.workers, "drawn": drawn}
+
+
+def read_worker(
+    saved: object, store_id: str, plan: Plan, loading: Loading, batch_size: int, world_size: int
+) -> tuple[Cursor, int]:
+    """The iteration's start, and the batches of this worker behind it. The shape must be that of the saved run: the batches
+    are counted in it. Raises `bad_state`, `state_mismatch`."""
+    if not isinstance(saved, Mapping) or "workers" not in saved:
+        raise UserError(
+            "bad_state",
+            "load_state_dict() of a data set was called in a loader worker.",
+            "Call it in the main process.",
+        )
+    there = tuple(saved.get(name) for name in ("worker", "workers", "batch_size", "world_size"))
+    here = (loading.worker, loading.workers, batch_size, world_size)
+    if there != here:
+        raise UserError(
+            "state_mismatch",
+            "The state is of loader worker {} of {}, {} rows a batch, world size {}; this is worker {} of {}, {} rows, world "
+            "size {}.".format(*there, *here),
+            "Resume in the same shape; or save train.state_dict(batches=i), which every shape can load.",
+        )
+    return _cursor(_checked(saved), store_id, plan), _integer(saved, "drawn", plan.n)
+
+
+def _checked(saved: object) -> Mapping[str, Any]:
     if not isinstance(saved, Mapping):
         raise UserError("bad_state", f"A {type(saved).__name__} is no state.", _REMEDY)
     if saved.get("format") != version.STATE_FORMAT:
@@ -38,6 +79,10 @@ def read(saved: object, store_id: str, plan: Plan) -> Cursor:
     missing = {"store", "plan", "digest", "epoch", "position"} - saved.keys()
     if missing:
         raise UserError("bad_state", f"The state lacks {', '.join(sorted(missing))}.", _REMEDY)
+    return saved
+
+
+def _cursor(saved: Mapping[str, Any], store_id: str, plan: Plan) -> Cursor:
     if saved["store"] != store_id:
         raise UserError(
             "state_mismatch",
@@ -48,7 +93,7 @@ def read(saved: object, store_id: str, plan: Plan) -> Cursor:
         raise UserError(
             "state_mismatch",
             f"The state is of the plan {saved['plan']}, this is {plan.to_map()}: the order is another.",
-            "Give the seed and shuffle that the run began with.",
+            "Give the seed, shuffle, subset and weights that the run began with.",
         )
     epoch = _integer(saved, "epoch", limits.EPOCH - 1)
     position = _integer(saved, "position", plan.n)
@@ -56,7 +101,7 @@ def read(saved: object, store_id: str, plan: Plan) -> Cursor:
 
 
 def _integer(saved: Mapping[str, Any], key: str, most: int) -> int:
-    value = saved[key]
+    value: Any = saved.get(key)
     if isinstance(value, bool) or not hasattr(value, "__index__") or not 0 <= value.__index__() <= most:
         raise UserError("bad_state", f"The state's {key} is {value!r}, no integer in [0, {most}].", _REMEDY)
     return int(value.__index__())

@@ -133,6 +133,7 @@ class Leave:
     contested: bool = False
     granted: int = 0
     ask_at: int = 0
+    free: int = 0  #: batches below need no look at anything else here
     error: DataserveError | None = None
     changed: threading.Condition = field(default_factory=threading.Condition)
 
@@ -312,9 +313,10 @@ class _Speaker:
             return
         with leave.changed:
             if isinstance(effect, events.Refuse):
-                leave.error = effect.error
+                leave.error, leave.free = effect.error, 0
             else:
                 _, leave.registered, leave.contested, leave.granted, leave.ask_at = effect
+                leave.free = 0 if leave.error else min(leave.granted, leave.ask_at)
             leave.changed.notify_all()
 
     def _flush(self, dealer: zmq.Socket[bytes]) -> None:
@@ -344,6 +346,7 @@ class _Speaker:
         with leave.changed:
             leave.registered, leave.contested = True, False
             leave.granted = leave.ask_at = limits.ROWS
+            leave.free = 0 if leave.error else limits.ROWS
             leave.changed.notify_all()
 
 

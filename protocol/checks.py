@@ -135,6 +135,23 @@ def map_of(inner: Check, most: int, key_chars: int) -> Check:
     return check
 
 
+def by_type(inner: dict[type, Check]) -> Check:
+    """A value of one of these types, as the check of its type takes it."""
+
+    def check(value: Any) -> Any:
+        if type(value) not in inner:
+            raise ValueError(f"is {_show(value)}, not one of {', '.join(kind.__name__ for kind in inner)}")
+        return inner[type(value)](value)
+
+    return check
+
+
+def tree(leaf: Check, most: int, key_chars: int, depth: int) -> Check:
+    """A map of at most so many text keys, each value a leaf or a further such map, `depth` deep in all."""
+    inner = leaf if depth == 1 else tree(leaf, most, key_chars, depth - 1)
+    return map_of(lambda value: (inner if type(value) is dict else leaf)(value), most, key_chars)
+
+
 def at(place: str, inner: Check, value: Any) -> Any:
     """The inner check, with the place put before what it raises."""
     try:

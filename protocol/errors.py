@@ -116,7 +116,9 @@ CODES: dict[str, str] = {
     "wrong_ranges": "peer",
     # the machine's
     "no_space": "machine",
+    "no_memory": "machine",
     "no_access": "machine",
+    "no_device": "machine",
     "unsafe_folder": "machine",
     "not_linux": "machine",
     "worker_died": "machine",

@@ -16,7 +16,9 @@ BOOT_BYTES = 16  #: a daemon's identity
 WINDOW_BATCHES = 256  #: ranges in one `ranges`
 STATUS_DATASETS = 2  #: data sets in one page of `status`
 STATUS_CONSUMERS = 24  #: consumers in one page of `status`
-PLAN_KIND_CHARS = 16
+PLAN_CHARS = 64  #: a text or a field's name in a plan
+PLAN_FIELDS = 8  #: fields of a plan, and of each map in it
+PLAN_DEPTH = 2  #: a plan, and the maps in it
 
 # --- arithmetic -----------------------------------------------------------------------------------------------------
 ROWS = 2**32  #: rows of a store, positions of a plan
@@ -50,6 +52,13 @@ RETRY_S = 0.5  #: an unanswered request is sent again after this
 TICK_S = 1.0  #: the daemon looks after its processes this often
 ORDER_SHARED_ROWS = 2**22  #: above this an epoch's order is kept once in a file and mapped by all
 
+# --- read-ahead -----------------------------------------------------------------------------------------------------
+AHEAD_BATCHES = 16  #: the daemon has the kernel read so many batches ahead of each cursor at least,
+AHEAD_S = 3.0  #: and what a consumer takes in this time: it tells its place once a second
+AHEAD_BYTES = 256 * 1024 * 1024  #: of one consumer, at most
+AHEAD_SHARE = 8  #: of all consumers together: one part in so many of the memory that is available
+RESIDENT_EACH_S = 2.0  #: the daemon looks how much of the stores is in memory this often at most
+
 #: Names of data sets.
 NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
 #: Names of columns: they become file names.
@@ -64,6 +73,7 @@ FINGERPRINT_DIGITS = 16
 SOCKET_PATH_BYTES = 107
 
 assert GRANT_WAIT_S < RETRY_S < BEAT_S < SILENT_S < DEAD_S < TIMEOUT_S
+assert TICK_S < AHEAD_S, "a consumer must not come to the end of what was read ahead before it tells its place again"
 assert 2 * BEAT_S < SILENT_S, "one lost beat must not make a client feel alone"
 assert COLUMNS * (COLUMN_CHARS + 2) + PATH_BYTES + 1024 < FRAME_BYTES, "`described` must fit a frame"
 assert WINDOW_BATCHES * 3 * 9 + 256 < FRAME_BYTES, "`ranges` must fit a frame"

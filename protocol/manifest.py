@@ -101,6 +101,7 @@ class Manifest:
     classes: tuple[str, ...] | None = None
     skipped: tuple[Mapping[str, Any], ...] = ()
     versions: Mapping[str, str] = field(default_factory=dict)
+    uniform: tuple[Mapping[str, Any], ...] = ()
 
     def to_bytes(self) -> bytes:
         """The canonical JSON: what the file holds and what `id` hashes."""
@@ -118,6 +119,7 @@ class Manifest:
                 "classes": self.classes,
                 "skipped": self.skipped,
                 "versions": self.versions,
+                **({"uniform": self.uniform} if self.uniform else {}),
             }
         )
 
@@ -258,11 +260,13 @@ _manifest: dict[str, checks.Check] = {
     "classes": optional(list_of(text(4096, surrogates=True), limits.CLASSES)),
     "skipped": list_of(map_of(_anything, 16, 64), 2**32),
     "versions": map_of(text(256), 64, 64),
+    "uniform": list_of(map_of(_anything, 16, 64), limits.COLUMNS),
 }
 
 
 def _build(raw: dict[str, Any]) -> Manifest:
     """Each field by its check, then the relations between them. Raises `ValueError` that starts with the field."""
+    raw = {"uniform": [], **raw}
     for key in _manifest.keys() - raw.keys():
         raise ValueError(f"{key} is missing")
     fields = {key: checks.at(key, check, raw[key]) for key, check in _manifest.items()}
@@ -375,13 +379,9 @@ def _is_word(value: object) -> bool:
 
 
 def _column_map(column: Column) -> dict[str, Any]:
+    plain = {key: getattr(column, key) for key in ("name", "kind", "dtype", "shape", "logical", "codec")}
     return {
-        "name": column.name,
-        "kind": column.kind,
-        "dtype": column.dtype,
-        "shape": column.shape,
-        "logical": column.logical,
-        "codec": column.codec,
+        **plain,
         "parts": [part._asdict() for part in column.parts],
         "offsets": [part._asdict() for part in column.offsets],
     }

@@ -22,6 +22,12 @@ _stream = integer(0, 2**63 - 1)
 _seconds = number(0, 1e12)
 _hex256 = text(64, limits.HEX256)
 _count = integer(0, 2**63 - 1)
+_plan = checks.tree(  # of bounded size; kinds.py says what it is
+    checks.by_type({int: integer(0, limits.SEED - 1), str: text(limits.PLAN_CHARS), bool: checks.flag}),
+    limits.PLAN_FIELDS,
+    limits.PLAN_CHARS,
+    limits.PLAN_DEPTH,
+)
 _path = text(limits.PATH_BYTES, surrogates=True)  # a folder's name may be no UTF-8
 
 STATES = ("preparing", "confirming", "ready", "failed")
@@ -79,11 +85,7 @@ class Open(Message):
     workers: int = _as(integer(1, limits.WORKERS))
     batch_size: int = _as(integer(1, limits.BATCH_SIZE))
     last: str = _as(checks.one_of(*LASTS))
-    plan: dict[str, Any] = _as(
-        checks.record(
-            {"kind": text(limits.PLAN_KIND_CHARS), "n": integer(1, limits.ROWS), "seed": integer(0, limits.SEED - 1)}
-        )
-    )
+    plan: dict[str, Any] = _as(_plan)
     digest: str = _as(_hex256)
     epoch: int = _as(_epoch)
     position: int = _as(_position)  # the origin of this iteration
@@ -223,6 +225,8 @@ _dataset_row = checks.record(
         "done": optional(_count),
         "total": optional(_count),
         "eta_s": optional(_seconds),
+        "resident": optional(number(0, 1)),
+        "locked": optional(number(0, 1)),
         "error": optional(text(limits.TEXT_CHARS)),
     }
 )

@@ -84,7 +84,7 @@ def train_epoch(model: nn.Module, optimizer: torch.optim.Optimizer, batches: Ite
     for images, labels in batches:
         loss = nn.functional.cross_entropy(model(images), labels)
         optimizer.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         optimizer.step()
         losses.append(loss.detach())
     return float(torch.stack(losses).mean())

@@ -97,7 +97,8 @@ class BadSamples:
             )
         if on_error == "fail":
             raise self.error(f"{len(self._found)} of {scanned} samples are bad." if len(self._found) > 1 else "")
-        self._tell()
+        unlike = [bad for bad in self._found if bad.code == "bad_schema"]  # not damaged: an option may keep them
+        self._tell(f"{len(unlike)} of them do not fit the first sample. {unlike[0].remedy}" if unlike else None)
 
     def error(self, what: str) -> DataError:
         """The refusal, after the table is written: what, then the first of them and where the others are."""
@@ -123,7 +124,7 @@ class BadSamples:
         path = self._source.path(bad.place)
         return None if path is None else shown(path)
 
-    def _tell(self) -> None:
+    def _tell(self, remedy: str | None = None) -> None:
         lines = ["index\tpath\tstage\tcause"]
         for bad in self._found:
             cause = bad.cause.encode("unicode_escape").decode()  # a table has one line a row
@@ -135,9 +136,9 @@ class BadSamples:
         except OSError as error:
             with contextlib.suppress(OSError):
                 fresh.unlink()
-            self._reporter.bad_samples(len(self._found), None)
+            self._reporter.bad_samples(len(self._found), None, remedy)
             raise store.machine_error(error, self._table, "The table of bad samples cannot be written") from None
-        self._reporter.bad_samples(len(self._found), str(self._table))
+        self._reporter.bad_samples(len(self._found), str(self._table), remedy)
 
     def skipped(self) -> tuple[dict[str, Any], ...]:
         """What the manifest says of them: at most `limits.SKIPPED`, then how many more."""

@@ -16,7 +16,7 @@ from itertools import count
 from pathlib import Path
 
 from dataserve.protocol import limits, manifest
-from dataserve.protocol.errors import DataError, DataserveError, MachineError
+from dataserve.protocol.errors import DataError, DataserveError, MachineError, UserError
 from dataserve.protocol.manifest import Column, Manifest
 
 from . import badsamples, fingerprint, leftovers, look, sources, store, writer
@@ -32,6 +32,7 @@ from .report import Reporter
 from .schema import Schema
 from .sources import Source
 from .spec import DatasetSpec
+from .uniform import merged
 from .writer import StoreWriter
 
 _log = logging.getLogger("dataserve")
@@ -92,6 +93,8 @@ class Build:
         from . import pool
 
         os.environ.update({name: value for name, value in pool.ONE_THREAD.items() if name not in os.environ})
+        if self._spec.scheme == "imagefolder":  # before the scan, which would take the store for a class
+            self._refuse_inside(self._spec.target)
         self._reporter.progress("open", 0, None)
         began = time.monotonic()
         source = sources.open_source(self._spec)
@@ -104,7 +107,16 @@ class Build:
         finally:
             source.close()
 
+    def _refuse_inside(self, *places: str) -> None:
+        """A store below what it is made from would be its own source, changed by each preparation. Raises `bad_option`."""
+        here = os.path.realpath(self._root)
+        for place in map(os.path.realpath, places):
+            if os.path.commonpath((here, place)) == place and os.path.isdir(place):
+                text = f"The store root {str(self._root)!r} lies in the source's folder {place!r}."
+                raise UserError("bad_option", text, "Choose another with --store or $DATASERVE_STORE.")
+
     def _find_or_build(self, source: Source, recalled: Verdict) -> None:
+        self._refuse_inside(*source.identity().roots, *self._spec.depends)
         seen = fingerprint.survey(self._spec, source.identity())
         target = self._root / f"{self._spec.name}-{seen.fingerprint[: limits.FINGERPRINT_DIGITS]}"
         if (found := writer.usable(target, seen.fingerprint)) is not None:
@@ -141,6 +153,8 @@ class Build:
     def _build(self, source: Source, seen: Survey, locks: BuildLocks) -> store.Sealed:
         locks.builder.note({"pid": os.getpid()})
         source.row_key = seen.fingerprint if self._spec.allow_random else None
+        if source.length is None:
+            self._reporter.iterated()
         files = StoreWriter(self._root, seen.fingerprint)
         how = (self._spec, source, self._open_s, self._workers, self._patience, self._reporter, locks, files.folder)
         try:
@@ -217,8 +231,11 @@ class Build:
         columns = work.files.assemble(work.layout, chunks, origins)
         found = self._manifest(work.source, work.schema, work.layout, work.seen, columns)
         rows = sum(chunk.kept for chunk in chunks)
-        found = replace(found, rows=rows, skipped=work.bad.skipped())
+        uniform = tuple(merged(work.layout.fields, [(chunk.kept, chunk.uniform) for chunk in chunks]))
+        found = replace(found, rows=rows, skipped=work.bad.skipped(), uniform=uniform)
         manifest.parse(found.to_bytes())
+        for words in uniform:
+            self._reporter.uniform(**words, of=rows)
         return work.files.seal(found)
 
     def _check_unchanged(self, seen: Survey) -> None:

@@ -58,8 +58,8 @@ class Builders:
     """All data sets of a daemon, or of `dataserve prepare`, on their way to being sealed.
 
     `log(text)` gets a line for each verdict and obstacle, `progress(name, Progress)` what a bar shows, `settled()` is called
-    once, when every data set is sealed or failed and those events were handled. `ready` are the names of the sealed, `failed` the
-    codes of the failed by name.
+    once, when every data set is sealed or failed and those events were handled; `admit` has the last word on a sealed store.
+    `ready` are the names of the sealed, `failed` the codes of the failed by name.
     """
 
     def __init__(
@@ -70,12 +70,14 @@ class Builders:
         log: Callable[[str], None],
         progress: Callable[[str, Progress], None] | None = None,
         settled: Callable[[], None] | None = None,
+        admit: Callable[[DatasetSealed], DatasetSealed | PreparationFailed] = lambda event: event,
     ) -> None:
         self._store_root = store_root
         self._manner = manner
         self._log = log
         self._progress = progress
         self._settled = settled
+        self._admit = admit
         self._specs = list(specs)
         self._lookups = deque(specs)
         self._builds: list[DatasetSpec] = []
@@ -182,9 +184,13 @@ class Builders:
         if kind in ("sealed", "failed"):
             child.settled = True
             if kind == "sealed":
-                if child.task == "look up" and self._manner.confirm and child.spec.scheme != "store":
+                sealed = _sealed(child.name, words["path"], words["id"])
+                if isinstance(sealed, DatasetSealed):
+                    sealed = self._admit(sealed)
+                confirms = child.task == "look up" and self._manner.confirm and child.spec.scheme != "store"
+                if confirms and isinstance(sealed, DatasetSealed):
                     self._queue(self._confirmations, child.spec)
-                return [_sealed(child.name, words["path"], words["id"])]
+                return [sealed]
             child.failed_by_us = words["code"] in OUR_CODES
             return [PreparationFailed(child.name, words["code"], words["text"], words["remedy"])]
         if kind in ("bad", "bad_samples"):
@@ -290,14 +296,25 @@ def _told(words: dict[str, Any]) -> str:
             text = f"{words['pictures']:,} pictures in {words['classes']:,} classes{left_out}"
         case "confirmed":
             text = f"{words['rows']} rows prepared again are as they are stored"
+        case "iterated":
+            text = (
+                "the source says no length: one process reads it from its first sample to its last, whatever --workers says. "
+                "One with __len__ and __getitem__ is shared among workers"
+            )
         case "resuming":
             text = f"goes on with an interrupted build: {words['done']} of {words['total'] or '?'} samples are done"
+        case "uniform":
+            rows = ", ".join(f"{row:,}" for row in words["rows"])
+            text = (
+                f"warning: {words['count']:,} of {words['of']:,} rows of {words['column']} are nearly one value (over 99 % of "
+                f"each channel), the first {rows}. If that is not meant, see how the source reads them: dataserve preview"
+            )
         case "bad":
             place = f" ({words['path']})" if words["path"] else ""
             text = f"bad sample {words['index']}{place} at the stage {words['stage']}: {words['cause']}"
         case _:
             listed = f", listed in {words['table']}" if words["table"] else ""
-            text = f"{words['count']} bad samples{listed}"
+            text = f"{words['count']} bad samples{listed}" + (f". {words['remedy']}" if words["remedy"] else "")
     return text
 
 

@@ -20,6 +20,7 @@ from .events import (
     ConfirmationEnded,
     ConfirmationStarted,
     DatasetSealed,
+    MemoryLooked,
     PreparationAdvanced,
     PreparationFailed,
 )
@@ -53,6 +54,8 @@ class Dataset:
     eta_s: float | None = None
     sealed: DatasetSealed | None = None
     error: PreparationFailed | None = None
+    resident: float | None = None
+    locked: float | None = None
     story: deque[str] = field(default_factory=lambda: deque(maxlen=STORY))
 
     def describe(self) -> Message:
@@ -86,6 +89,8 @@ class Dataset:
             "done": self.done,
             "total": self.total,
             "eta_s": self.eta_s,
+            "resident": self.resident,
+            "locked": self.locked,
             "error": error and printable(f"{error.text} {error.remedy}".strip()),
         }
 
@@ -131,6 +136,11 @@ class Catalog:
             remedy = "Jobs that run go on; remove the store and prepare it again."
             return self.take(PreparationFailed(event.name, "bad_store", event.text, remedy))
         return None
+
+    def note(self, event: MemoryLooked) -> None:
+        """Take in how much of a data set is in memory: true in any state."""
+        dataset = self._datasets[event.name]
+        dataset.resident, dataset.locked = event.resident, event.locked
 
     def _enter(self, event: News) -> Dataset:
         """Move a data set on, if the table allows it."""

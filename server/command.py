@@ -119,7 +119,10 @@ def wanted(args: argparse.Namespace) -> Config:
     """The data sets and places of a command line and its --config. Raises `bad_option`, and what `config.read` does."""
     if (args.config is None) == (args.source is None):
         raise UserError("bad_option", "Either SOURCE or --config FILE is needed.", "See --help.")
-    given = {option.field: getattr(args, option.field) for option in OPTIONS if getattr(args, option.field) is not None}
+    found = {option.field: getattr(args, option.field) for option in OPTIONS}
+    given: dict[str, Any] = {
+        key: tuple(value) if isinstance(value, list) else value for key, value in found.items() if value is not None
+    }
     if args.config is None:
         if "depends" in given:
             given["depends"] = tuple(os.path.abspath(path) for path in given["depends"])

@@ -79,6 +79,8 @@ def _show(sealed: store.Sealed) -> None:
     _fact("chunks", f"{found.chunk_rows:,} rows each, with a CRC-32")
     for number, text in enumerate(_skipped(found)):
         _fact("" if number else "skipped", text)
+    for number, text in enumerate(_uniform(found)):
+        _fact("" if number else "one value", text)
     print()
     headers = ("COLUMN", "TYPE", "SHAPE", "KIND", "MEANS", "SIZE", "FILES")
     table(headers, [_column_row(column) for column in found.columns], sys.stdout)
@@ -124,6 +126,13 @@ def _skipped(found: Manifest) -> Iterator[str]:
         yield f"sample {item['index']}{place} at the stage {item.get('stage')}: {item.get('cause')}"
     if count > len(listed):
         yield f"and {count - len(listed):,} more: see --json"
+
+
+def _uniform(found: Manifest) -> Iterator[str]:
+    """Columns with rows that are nearly one value: not meant, maybe."""
+    for item in found.uniform:
+        rows = ", ".join(str(row) for row in item.get("rows", ()))
+        yield f"over 99 % of each channel of {item.get('count')} rows of {item.get('column')}, the first {rows}: not meant?"
 
 
 def _column_row(column: Column) -> list[str | int | None]:

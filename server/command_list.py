@@ -1,4 +1,4 @@
-"""`dataserve list`: the sealed stores there are, with or without a daemon."""
+"""`dataserve list`: the sealed stores there are, and the builds that have not come to their end; with or without a daemon."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from typing import Any
 
 from dataserve.protocol.errors import DataserveError
 
-from . import store, users
+from . import store, unfinished, users
 from .command import EXIT_OK, Command, add_address, add_json, add_store, places, root
 from .command_status import Status
 from .display import size, table
+from .unfinished import Unfinished
 
 ASK_S = 1.0  #: a daemon that is busy for longer is listed without
 DAY_S = 24 * 3600
@@ -33,8 +34,10 @@ def run(args: argparse.Namespace) -> int:
     statuses, _ = users.daemons(places(args), ASK_S)
     sealed, damaged = store.list_sealed(folder), store.list_damaged(folder)
     rows = [_described(found, statuses) for found in sealed]
+    builds = unfinished.list_unfinished(folder)
     if args.json:
-        print(json.dumps({"store": str(folder), "stores": rows, "damaged": [_damaged(*item) for item in damaged]}))
+        others = {"damaged": [_damaged(*item) for item in damaged], "unfinished": [each._asdict() for each in builds]}
+        print(json.dumps({"store": str(folder), "stores": rows, **others}))
         return EXIT_OK
     print(f"store {folder}")
     if rows:
@@ -45,6 +48,8 @@ def run(args: argparse.Namespace) -> int:
         print("No stores.")
     for path, error in damaged:
         print(f"{os.path.basename(path)}: damaged. {error.text}")
+    for build in builds:
+        print(_unfinished(build))
     return EXIT_OK
 
 
@@ -77,6 +82,16 @@ def _row(row: dict[str, Any]) -> list[str | int | None]:
     jobs = None if row["jobs"] is None else ", ".join(row["jobs"]) or "none"
     columns = ", ".join(row["columns"])
     return [row["name"], row["fingerprint"][:16], row["rows"], size(row["size_bytes"]), used, jobs, columns]
+
+
+def _unfinished(build: Unfinished) -> str:
+    """One build: how far it is, and who is at it or what may be done with it."""
+    total = "?" if build.total is None else f"{build.total:,}"
+    far = f"{build.done:,} of {total} samples, {size(build.size_bytes)}"
+    if build.alive:
+        pids = ", ".join(map(str, build.pids)) or "not to be seen from here"
+        return f"{build.label}: being built by pid {pids}: {far}"
+    return f"{build.label}: unfinished: {far}. The next start of that data set goes on with it; dataserve remove {build.label}"
 
 
 def _damaged(path: str, error: DataserveError) -> dict[str, str]:

@@ -22,6 +22,7 @@ from .command_status import Status, ask_status
 from .daemon import NOTHING, Order, serve
 from .display import Display
 from .store import machine_error, make_root
+from .warm import Hold
 
 SOCKET, LOG = "d.sock", "daemon.log"  #: beside the usual socket; beside another one a log of that one's name
 LOG_BYTES = 4 * 1024 * 1024  #: a log that has grown so long begins anew: the runtime folder is memory mostly
@@ -43,6 +44,8 @@ def add(parser: argparse.ArgumentParser) -> None:
     add_datasets(parser)
     add_address(parser)
     parser.add_argument("--detach", action="store_true", help="in the background; returns when all is ready")
+    parser.add_argument("--warm", action="store_true", help="read all data into memory once they are ready")
+    parser.add_argument("--lock", action="store_true", help="as --warm, and keep them there while the daemon lives")
     parser.add_argument("--no-progress", action="store_true", help="print no progress")
     parser.add_argument("--no-wait", action="store_true", help="with --detach: return once the daemon answers")
 
@@ -52,7 +55,9 @@ def run(args: argparse.Namespace) -> int:
     if args.no_wait and not args.detach:
         raise UserError("bad_option", "--no-wait goes with --detach.", "Give both, or neither.")
     config = wanted(args)
-    order = Order(config.specs, places(args, config.address), root(args, config.store), config.manner)
+    order = Order(
+        config.specs, places(args, config.address), root(args, config.store), config.manner, _hold(args) or config.hold
+    )
     if not args.detach:
         status = serve(order, Display(sys.stdout, stamped=True, bars=not args.no_progress, lasting=True))
         if status:
@@ -63,6 +68,10 @@ def run(args: argparse.Namespace) -> int:
     claimed.release()
     make_root(order.store_root)
     return _Detached(args.argv, claimed.address).run(wait=not args.no_wait)
+
+
+def _hold(args: argparse.Namespace) -> Hold | None:
+    return "lock" if args.lock else "warm" if args.warm else None
 
 
 class _Detached:

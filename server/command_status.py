@@ -98,7 +98,11 @@ def show(status: Status, stream: TextIO) -> None:
         file=stream,
     )
     print(f"store {status['store']}\n", file=stream)
-    table(("DATASET", "STATE", "ROWS", "SIZE", "FOLDER"), [_dataset_row(row) for row in status["datasets"]], stream)
+    table(
+        ("DATASET", "STATE", "ROWS", "SIZE", "IN MEMORY", "FOLDER"),
+        [_dataset_row(row) for row in status["datasets"]],
+        stream,
+    )
     for row in status["datasets"]:
         if row["error"]:
             print(f"{row['name']}: {row['error']}", file=stream)
@@ -117,7 +121,14 @@ def _dataset_row(row: dict[str, Any]) -> list[str | int | None]:
         left = f", {duration(row['eta_s'])} left" if row["eta_s"] is not None else ""
         state += f" {100 * row['done'] // row['total']} %{left}"
     folder = os.path.basename(row["path"]) if row["path"] else None
-    return [row["name"], state, row["rows"], row["size_bytes"] and size(row["size_bytes"]), folder]
+    return [row["name"], state, row["rows"], row["size_bytes"] and size(row["size_bytes"]), _in_memory(row), folder]
+
+
+def _in_memory(row: dict[str, Any]) -> str | None:
+    if row["resident"] is None:
+        return None
+    locked = "" if row["locked"] is None else f", {row['locked']:.0%} locked"
+    return f"{row['resident']:.0%}{locked}"
 
 
 def _consumer_row(job: dict[str, Any], row: dict[str, Any]) -> list[str | int | float | None]:

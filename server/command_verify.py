@@ -12,7 +12,8 @@ from . import store
 from .builders import Progress
 from .command import EXIT_FAILED, EXIT_OK, Command, add_json, add_stored, positive, root
 from .display import Display, duration, size
-from .verify import Mismatch, spans, verify
+from .offsets import Mismatch
+from .verify import spans, verify
 
 QUIET_S = 0.5  #: what is over so soon needs no progress
 

@@ -1,10 +1,11 @@
 """What the operator wants: data sets and places, from flags, the environment and a TOML file, in this order.
 
-    address = "ipc:///run/user/1000/dataserve/d.sock"     # these five are optional
+    address = "ipc:///run/user/1000/dataserve/d.sock"     # these are optional
     store = "stores"
     workers = 8
     sample_timeout_s = 60
     confirm = true
+    warm = true                                           # or lock = true
 
     [[dataset]]
     name = "mnist"                                        # optional: made from the source
@@ -34,6 +35,7 @@ from dataserve.protocol.errors import DataserveError, UserError
 from .builders import Manner
 from .spec import IDENTITIES, MODES, ON_ERROR, DatasetSpec, Scalar, check_source, default_name, nearest
 from .store import default_root
+from .warm import Hold
 
 
 class Option(NamedTuple):
@@ -58,6 +60,7 @@ OPTIONS = (
     Option("mode", "text", "MODE", "pictures: what all become", MODES),
     Option("max_pixels", "count", "N", "pictures: one that claims more is a bad sample"),
     Option("truncated", "flag", "", "pictures: take those whose data ends early"),
+    Option("ragged", "texts", "NAME", "a column whose rows may differ in length though the first ones do not"),
     Option("on_error", "text", "WHAT", "what becomes of samples that cannot be read", ON_ERROR),
     Option("max_bad", "text", "N|P%", "with skip: more bad samples than this fail all the same"),
     Option("identity", "text", "HOW", "whether files are told apart by size and time or by content", IDENTITIES),
@@ -68,7 +71,7 @@ OPTIONS = (
 
 SAMPLE_TIMEOUT_S = 86_400  #: the most that one sample may be given
 
-_WHOLE = ("address", "store", "workers", "sample_timeout_s", "confirm")
+_WHOLE = ("address", "store", "workers", "sample_timeout_s", "confirm", "warm", "lock")
 _KEYS = ("name", "source", "args", *(option.field for option in OPTIONS))
 
 
@@ -80,6 +83,7 @@ class Config:
     address: str | None = None
     store: str | None = None
     manner: Manner = Manner()
+    hold: Hold | None = None
 
 
 def read(path: str) -> Config:
@@ -148,7 +152,7 @@ def _parse(raw: Mapping[str, Any], folder: str) -> Config:
     store = _typed(raw, "store", str, "the file")
     if store == "":
         raise UserError("bad_config", "`store` is an empty text.", "Name a folder, or leave the key out.")
-    return Config(specs, where and address.normalise(where), store and _beside(folder, store), _manner(raw))
+    return Config(specs, where and address.normalise(where), store and _beside(folder, store), _manner(raw), _hold(raw))
 
 
 def _manner(raw: Mapping[str, Any]) -> Manner:
@@ -160,6 +164,11 @@ def _manner(raw: Mapping[str, Any]) -> Manner:
         remedy = f"Give seconds above 0, {SAMPLE_TIMEOUT_S} at most."
         raise UserError("bad_config", f"sample_timeout_s is {timeout_s!r}.", remedy)
     return Manner(workers, timeout_s, _typed(raw, "confirm", bool, "the file") is not False)
+
+
+def _hold(raw: Mapping[str, Any]) -> Hold | None:
+    warm, lock = (_typed(raw, key, bool, "the file") for key in ("warm", "lock"))
+    return "lock" if lock else "warm" if warm else None
 
 
 def _dataset(table: Mapping[str, Any], number: int, folder: str) -> DatasetSpec:

@@ -17,15 +17,17 @@ from typing import NamedTuple
 from dataserve.protocol import address, limits
 from dataserve.protocol.errors import DataserveError
 
-from .builders import Builders, Manner
+from .builders import Builders, Manner, Progress
 from .claim import Claim, claim, clear_orders
 from .display import Display
 from .engine import About, Engine
 from .fingerprint import installed
+from .residence import Residence
 from .service import Service
 from .spec import DatasetSpec
 from .store import make_root
 from .transport import Hub
+from .warm import Hold, Warming
 
 OPEN_FILES = 1 << 20  #: enough for all; some libraries walk through as many as they may have
 FAREWELL_S = 3  #: a daemon with nothing to serve tells those that wait why, for so long
@@ -34,12 +36,13 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGALRM)
 
 
 class Order(NamedTuple):
-    """What to serve, and where. `addresses` best first."""
+    """What to serve, and where. `addresses` best first; `hold`: what of the data is read into memory, and kept there."""
 
     specs: Sequence[DatasetSpec]
     addresses: Sequence[str]
     store_root: Path
     manner: Manner
+    hold: Hold | None = None
 
 
 def serve(order: Order, display: Display) -> int:
@@ -77,7 +80,12 @@ def _run(order: Order, claimed: Claim, root: Path, stop_fd: int, display: Displa
         if not ready:
             signal.alarm(FAREWELL_S)
 
-    builders = Builders(order.specs, root, order.manner, display.line, display.progress, settled)
+    def warming(how_far: Warming) -> None:
+        told = Progress("warm", how_far.done, how_far.total, None, None)
+        display.progress(how_far.name, told, str(how_far))
+
+    residence = Residence(address.orders_path(claimed.address), order.hold, display.line, warming)
+    builders = Builders(order.specs, root, order.manner, display.line, display.progress, settled, residence.admit)
     hub = Hub(claimed.address)
     claimed.bound()
     try:
@@ -85,7 +93,9 @@ def _run(order: Order, claimed: Claim, root: Path, stop_fd: int, display: Displa
         engine = Engine([spec.name for spec in order.specs], about, time.monotonic())
         boot = secrets.token_bytes(limits.BOOT_BYTES)
         keeper = Keeper(claimed, hub, display.line)
-        Service(engine, hub, builders, is_running, time.monotonic, boot, stop_fd, display.line, keeper.look).run()
+        Service(
+            engine, hub, builders, is_running, time.monotonic, boot, stop_fd, display.line, keeper.look, residence
+        ).run()
     finally:
         display.close()
         hub.close()

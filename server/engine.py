@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from dataserve.protocol import limits, version
 from dataserve.protocol.errors import DataserveError, PeerError, ServerError, UserError
+from dataserve.protocol.kinds import plan_of
 from dataserve.protocol.messages import (
     AskStatus,
     Beat,
@@ -33,7 +34,6 @@ from dataserve.protocol.messages import (
     Welcome,
 )
 from dataserve.protocol.partition import Partition
-from dataserve.protocol.plan import Plan
 
 from .catalog import Catalog, News
 from .events import (
@@ -44,6 +44,7 @@ from .events import (
     Event,
     FrameRefused,
     Log,
+    MemoryLooked,
     PreparationAdvanced,
     PreparationFailed,
     ProbeProcess,
@@ -53,6 +54,7 @@ from .events import (
     StopDaemon,
     Ticked,
 )
+from .readahead import Reading
 from .registry import Consumer, Process, Registry
 
 
@@ -140,6 +142,7 @@ class Engine:
         if message.epoch != given.epoch:
             raise PeerError("stale_epoch", f"Stream {message.stream} is in epoch {given.epoch}, not {message.epoch}.")
         window = consumer.partition.window(given.rank, given.worker, given.workers, message.first, message.count)
+        consumer.asked = message.first
         total = consumer.partition.worker_count(given.rank, given.worker, given.workers)
         return Ranges(message.stream, given.epoch, message.first, window, message.first + len(window) >= total)
 
@@ -213,12 +216,12 @@ class Engine:
                 f"The client has mapped the store {message.store_id}; {dataset.name!r} is {dataset.sealed.store_id}.",
                 "Build the data set object again, and give it the right store=.",
             )
-        plan = Plan.from_map(message.plan)
+        plan = plan_of(message.plan)
         if plan.digest() != message.digest:
             raise UserError("bad_plan", f"The plan's digest is {plan.digest()}, not {message.digest}.")
-        if plan.n != dataset.sealed.rows:
+        if plan.store_rows != dataset.sealed.rows:
             raise UserError(
-                "bad_plan", f"The plan has {plan.n} positions, {dataset.name!r} {dataset.sealed.rows} rows."
+                "bad_plan", f"The plan is over {plan.store_rows} rows, {dataset.name!r} has {dataset.sealed.rows}."
             )
         if message.rank >= message.world_size:
             raise UserError("no_world", f"Rank {message.rank} does not exist in a world of {message.world_size}.")
@@ -263,6 +266,37 @@ class Engine:
         }
         processes = {held.process for held in self._registry if self._can_look_up(held.hello)}
         return [ProbeProcess(*process) for process in sorted(processes)]
+
+    # --- read-ahead: looked at, never changed from outside ------------------------------------------------------------
+
+    def stores(self) -> dict[str, str]:
+        """The folder of each data set that is sealed, by name."""
+        return {item.name: item.sealed.path for item in self._catalog.all() if item.sealed is not None}
+
+    def readings(self, now: float) -> list[Reading]:
+        """What each consumer reads next, as far as it has told."""
+        paths = self.stores()
+        return [
+            Reading(
+                held.stream,
+                paths[held.open.dataset],
+                held.open.plan,
+                held.open.digest,
+                held.open.epoch,
+                held.partition,
+                held.open.rank,
+                held.open.worker,
+                held.open.workers,
+                held.position,
+                held.asked,
+                held.rates.samples_per_s(now),
+            )
+            for held in self._registry
+        ]
+
+    def _memory(self, event: MemoryLooked, _now: float) -> list[Effect]:
+        self._catalog.note(event)
+        return []
 
     # --- data sets and status ---------------------------------------------------------------------------------------
 
@@ -316,6 +350,7 @@ _HANDLERS: dict[type[Any], Callable[[Engine, Any, float], list[Effect]]] = {
     PreparationFailed: Engine._news,
     ConfirmationStarted: Engine._news,
     ConfirmationEnded: Engine._news,
+    MemoryLooked: Engine._memory,
     ProcessProbed: Engine._probed,
     Ticked: Engine._ticked,
 }

@@ -69,6 +69,14 @@ class ConfirmationEnded(NamedTuple):
     text: str | None
 
 
+class MemoryLooked(NamedTuple):
+    """The shares of a data set that are in memory, and that are locked there; None where unknown, or not asked for."""
+
+    name: str
+    resident: float | None
+    locked: float | None
+
+
 class ProcessProbed(NamedTuple):
     """Whether a process, by pid and start time, is there."""
 
@@ -89,6 +97,7 @@ Event = (
     | PreparationFailed
     | ConfirmationStarted
     | ConfirmationEnded
+    | MemoryLooked
     | ProcessProbed
     | Ticked
 )

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from dataserve.protocol import limits, manifest
 from dataserve.protocol.errors import DataError, UserError
 
-from . import randomness
+from . import randomness, uniform
 from .badsamples import Bad
 from .journal import Chunk
 from .layout import Layout
@@ -111,10 +111,11 @@ class Filler:
         else:
             scanned, bad = self._one_by_one(start, stop)
         randomness.refuse_moved(generators, self._source, self._reader, range(start, start + scanned))
+        alike = uniform.find(self._layout.fields, self._writer.columns, scanned - len(bad))
         crcs, elements = self._writer.finish(chunk, scanned - len(bad))
         self._words[1] = before + scanned
         self._words[0] = IDLE
-        return Chunk(chunk, scanned, crcs, elements, tuple(bad))
+        return Chunk(chunk, scanned, crcs, elements, tuple(bad), alike)
 
     def _one_by_one(self, start: int, stop: int) -> tuple[int, list[Bad]]:
         """(samples looked at, the bad ones among them)."""

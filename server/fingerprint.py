@@ -4,7 +4,7 @@
     source     its kind and arguments, and the code of a factory (codeprint.py)
     transform  the transform's code
     images     the rules for pictures (images.py)
-    options    what else shapes the rows: --on-error, --allow-random, --version
+    options    what else shapes the rows: --on-error, --allow-random, --version, --ragged where it is given
     not_seen   what none of these covers, in words: --version NAME does
     versions   major.minor of the libraries that touch a row, and of Python where code of the operator's does
     format     of the store
@@ -107,6 +107,7 @@ def survey(
             "on_error": spec.on_error,
             "random": "seeded by row" if spec.allow_random else "refused",
             "version": spec.version,
+            **({"ragged": sorted(set(spec.ragged))} if spec.ragged else {}),
         },
         "source": _source_part(spec, code),
         "transform": None if spec.transform is None else _code_part(spec.transform, code.items["transform"]),

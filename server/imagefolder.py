@@ -51,6 +51,7 @@ class Tree:
 
     def __init__(self, root: str, *, allow_empty: bool = False, max_entries: int | None = None) -> None:
         self.root = os.fsencode(root)
+        self.place = os.path.join(self.root, b"")  #: what stands before a picture's path
         self.extensions: Counter[str] = Counter()
         self.left_out: Counter[str] = Counter()
         self.listed: list[tuple[bytes, str]] = []
@@ -210,13 +211,15 @@ class FolderSource(Source):
 
     def sample(self, index: int) -> tuple[Any, int]:
         """The picture (Pillow's, its header read) and its label."""
-        path = os.path.join(self._tree.root, self._tree.path(index))
+        path = self._tree.place + self._tree.path(index)
         # Without O_NONBLOCK a pipe that took a picture's place since the scan would be waited for without end.
         handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         try:
             found = os.fstat(handle)
-            if not stat.S_ISREG(found.st_mode) or found.st_size > FILE_BYTES:
-                text = f"It is no file of at most {FILE_BYTES} bytes: it has {found.st_size}."
+            if not stat.S_ISREG(found.st_mode):
+                raise DataError("bad_sample", "It is no file, but a device, pipe or folder.", "Leave it out.")
+            if found.st_size > FILE_BYTES:
+                text = f"The file has {found.st_size} bytes, more than {FILE_BYTES}."
                 raise DataError("bad_sample", text, "Leave it out.")
             data = os.read(handle, found.st_size + 1)
             while len(data) < found.st_size and (more := os.read(handle, found.st_size - len(data))):

@@ -6,8 +6,8 @@
   colours are looked up; CMYK and the like are converted as Pillow does, without colour profiles.
 - Transparency is laid on `BACKGROUND`, except under `RGBA`.
 - 16-bit grey becomes 8 bits as (value + 128) // 257, so that 257 * k becomes k, where a mode is declared; `keep` refuses
-  it. 16-bit colour is what Pillow makes of it: the high byte. 32-bit and float pictures have no range that a file
-  states: they are refused, and scaled by a transform of the operator's.
+  it. 16-bit colour is what Pillow makes of it: the high byte, so that one with a transparent colour is refused. 32-bit
+  and float pictures have no range that a file states: they are refused, and scaled by a transform of the operator's.
 - `resize` and `crop` are torchvision's `Resize` and `CenterCrop` on Pillow pictures: SIZE is the shorter side,
   bilinear and antialiased; a crop beyond the picture is padded with black.
 - A picture of several frames is its first one. Data that ends early is an error, or under `truncated` filled with grey.
@@ -23,7 +23,7 @@ import functools
 import io
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -106,6 +106,8 @@ def load(data: bytes, rules: Rules) -> Image:
         raise DataError("bad_sample", _no_picture(data)) from None
     except pil.DecompressionBombError as error:
         raise _too_large(str(error).partition("(")[2].partition(" ")[0], rules) from None
+    if image.format == "EPS":  # Pillow would have Ghostscript run what is in it
+        raise DataError("bad_sample", "The file is EPS, which is a program.", "Convert it to PNG, or leave it out.")
     _check_pixels(image, rules)
     return image
 
@@ -121,25 +123,39 @@ def _no_picture(data: bytes) -> str:
 def settle(sample: Any, rules: Rules) -> Any:
     """The sample with its pictures decoded, upright, in their mode and size, still as pictures: what a transform gets.
     Plain rules leave it as it is. Raises `bad_sample` by the rules, and what Pillow raises for damaged data."""
-    return sample if rules.plain else _each(sample, lambda image: _settled(image, rules))
+    return sample if rules.plain else _each(sample, _settled, rules)
 
 
-def finish(sample: Any, rules: Rules, *, settled: bool = False) -> Any:
-    """The sample with its pictures as `Pixels`; `settled` ones are as `settle` has left them. Raises as `settle`."""
-    if settled and not rules.plain:
-        return _each(sample, _pixels)
-    return _each(sample, lambda image: to_array(image, rules))
+def finish(sample: Any, rules: Rules) -> Any:
+    """What a transform has returned, with its pictures as `Pixels`. Raises as `settle`."""
+    return _each(sample, to_array, rules)
+
+
+def convert(sample: Any, rules: Rules) -> Any:
+    """`settle` and `finish` in one, for a sample that no transform is to see. Raises as `settle`."""
+    return _each(sample, _converted, rules)
 
 
 def to_array(image: Image, rules: Rules = Rules()) -> Pixels:
-    """That picture as uint8 `C x H x W` in the mode of the rules, maybe a view. Size is not touched. Raises as
+    """That picture as uint8 `C x H x W` in the mode of the rules, read-only. Size is not touched. Raises as
     `settle`."""
     return _pixels(_decoded(image, rules))
 
 
+def _converted(image: Image, rules: Rules) -> Pixels:
+    return _pixels(_settled(image, rules))
+
+
 def _pixels(image: Image) -> Pixels:
-    pixels = np.asarray(image)
-    return (pixels[np.newaxis] if pixels.ndim == 2 else pixels.transpose(2, 0, 1)).view(Pixels)
+    """Of a picture whose bands have the names of its mode: L, RGB or RGBA."""
+    bands, width, height = image.mode, *image.size
+    shape = (len(bands), height, width)
+    if width * height < _LARGE:
+        return Pixels(shape, np.uint8, image.tobytes(), 0, (1, width * len(bands), len(bands)))
+    return Pixels(shape, np.uint8, b"".join([image.tobytes("raw", band) for band in bands]))
+
+
+_LARGE = 8192  #: pixels from which Pillow takes bands apart in less time than numpy, three calls and all
 
 
 def upright(image: Image) -> Image:
@@ -168,15 +184,15 @@ _TURNS = {
 }
 
 
-def _each(sample: Any, change: Any) -> Any:
+def _each(sample: Any, change: Callable[[Image, Rules], Any], rules: Rules) -> Any:
     """The sample with each picture in it changed; what holds none is given back as it is."""
     if type(sample) is tuple or type(sample) is list:
-        return type(sample)([_each(item, change) for item in sample])
+        return type(sample)([_each(item, change, rules) for item in sample])
     if isinstance(sample, tuple) and hasattr(sample, "_fields"):
-        return type(sample)(*(_each(item, change) for item in sample))
+        return type(sample)(*(_each(item, change, rules) for item in sample))
     if type(sample) is dict:
-        return {key: _each(item, change) for key, item in sample.items()}
-    return change(sample) if hasattr(sample, "getexif") else sample
+        return {key: _each(item, change, rules) for key, item in sample.items()}
+    return change(sample, rules) if hasattr(sample, "getexif") else sample
 
 
 def _settled(image: Image, rules: Rules) -> Image:
@@ -196,6 +212,9 @@ def _decoded(image: Image, rules: Rules) -> Image:
             f"The picture has mode {image.mode}, which 8 bits a channel cannot hold.",
             "Scale 16-bit ones with --mode L or RGB; others in a --transform that returns an array or tensor.",
         )
+    if any(tile[3] == "RGB;16B" for tile in getattr(image, "tile", ())) and "transparency" in image.info:
+        text = "The picture is 16-bit colour with one colour transparent, which its high bytes do not tell from others."
+        raise DataError("bad_sample", text, "Save it with an alpha channel.")
     if image.info or getattr(image, "tile", None):  # one that was made from an array has neither: nothing to decode
         _hush()
         with _changed(truncated=rules.truncated):

@@ -1,5 +1,6 @@
-"""From chunks to columns: parts joined, holes closed, origins made. Reads what the build wrote and changes none of it, so
-that it may be killed and started again; memory is some pieces of `limits.CHUNK_BYTES` and 8 bytes a row of one chunk."""
+"""From chunks to columns: parts joined, holes closed, origins made. It may be killed and started again: parts are read and
+not changed, and rows that are moved lie whole at their old place or at their new one, but for one chunk, which is made
+again. Memory is some pieces of `limits.CHUNK_BYTES` and 8 bytes a row of one chunk."""
 
 from __future__ import annotations
 
@@ -25,6 +26,32 @@ _CREATE = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
 _BUFFER_BYTES = 1 << 20
 
 
+class Sums:
+    """CRC-32s of data that come in pieces, each of `span_bytes` of them."""
+
+    def __init__(self, span_bytes: int) -> None:
+        self.size = 0
+        self._span_bytes = span_bytes
+        self._crc = 0
+        self._whole: list[int] = []
+
+    def add(self, data: bytes | memoryview) -> None:
+        """The next piece."""
+        view = memoryview(data)
+        while view:
+            left = self._span_bytes - self.size % self._span_bytes
+            piece, view = view[:left], view[left:]
+            self._crc = zlib.crc32(piece, self._crc)
+            self.size += len(piece)
+            if len(piece) == left:
+                self._whole.append(self._crc)
+                self._crc = 0
+
+    def all(self) -> tuple[int, ...]:
+        """Those of all that has come."""
+        return (*self._whole, self._crc) if self.size % self._span_bytes else tuple(self._whole)
+
+
 class ColumnFile:
     """A column's `.npy` written from front to back: its checksums come on the way, its header in the end.
 
@@ -35,10 +62,7 @@ class ColumnFile:
         self._path = path
         self._dtype = dtype
         self._shape = shape
-        self._span_bytes = span_bytes
-        self._size = 0
-        self._crc = 0
-        self._crcs: list[int] = []
+        self._sums = Sums(span_bytes)
         try:
             self._raw = io.FileIO(os.open(path, _CREATE, 0o600), "wb")
             self._raw.seek(limits.HEADER_BYTES)
@@ -48,33 +72,24 @@ class ColumnFile:
 
     def append(self, data: bytes | memoryview) -> None:
         """More rows, or a piece of some."""
-        view = memoryview(data)
         try:
-            self._file.write(view)
+            self._file.write(data)
         except OSError as error:
             raise store.machine_error(error, self._path, "The store cannot be written") from None
-        while view:
-            left = self._span_bytes - self._size % self._span_bytes
-            piece, view = view[:left], view[left:]
-            self._crc = zlib.crc32(piece, self._crc)
-            self._size += len(piece)
-            if len(piece) == left:
-                self._crcs.append(self._crc)
-                self._crc = 0
+        self._sums.add(data)
 
     def finish(self) -> Part:
         """Writes the header and says what the file holds."""
-        if self._size % self._span_bytes:
-            self._crcs.append(self._crc)
-        rows = self._size // manifest.row_bytes(self._dtype, self._shape)
+        size = self._sums.size
+        rows = size // manifest.row_bytes(self._dtype, self._shape)
         try:
             self._file.seek(0)
             self._file.write(manifest.npy_header(self._dtype, (rows, *self._shape)))
-            self._file.truncate(limits.HEADER_BYTES + self._size)
+            self._file.truncate(limits.HEADER_BYTES + size)
             self._file.close()
         except OSError as error:
             raise store.machine_error(error, self._path, "The store cannot be written") from None
-        return Part(self._path.name, rows, limits.HEADER_BYTES + self._size, tuple(self._crcs))
+        return Part(self._path.name, rows, limits.HEADER_BYTES + size, self._sums.all())
 
     def close(self) -> None:
         """Gives the file back, finished or not."""
@@ -146,24 +161,56 @@ def join(folder: Path, target: Path, layout: Layout, index: int, chunks: Sequenc
         joined.close()
 
 
-def close_holes(slots: Path, target: Path, layout: Layout, index: int, chunks: Sequence[Chunk]) -> Column:
-    """The fixed column at that index of the layout, with the kept rows of all slots one behind the other."""
+def close_holes(slots: Path, layout: Layout, index: int, chunks: Sequence[Chunk]) -> tuple[int, ...]:
+    """Moves the kept rows of all slots of that fixed column together at the front of their file, so that no room is needed
+    for them twice: their checksums. Rows go towards the front, so what is written covers only what was read.
+
+    Raises `bad_store`, `no_space` (a file system that copies on writing), `no_access`.
+    """
     field = layout.fields[index]
-    dense = ColumnFile(target / field.file, field.dtype, field.shape, layout.chunk_rows * field.item_bytes)
+    sums = Sums(layout.chunk_rows * field.item_bytes)
+    handle = os.open(slots, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
-        with open(slots, "rb") as file:
-            for chunk in chunks:
-                for piece in slot_pieces(file.fileno(), slots, layout, field, chunk):
-                    dense.append(piece)
-        return Column(field.name, "fixed", field.dtype, field.shape, (dense.finish(),), field.logical)
+        for chunk in chunks:
+            at, moved = (
+                limits.HEADER_BYTES + sums.size,
+                limits.HEADER_BYTES + sums.size != slot_start(layout, field, chunk),
+            )
+            for piece in pieces(handle, slots, slot_start(layout, field, chunk), chunk.kept * field.item_bytes):
+                if moved:
+                    write_all(handle, slots, piece, at)
+                sums.add(piece)
+                at += len(piece)
     finally:
-        dense.close()
+        os.close(handle)
+    return sums.all()
 
 
-def slot_pieces(handle: int, path: Path, layout: Layout, field: Field, chunk: Chunk) -> Iterator[bytes]:
-    """The kept rows of that chunk as bytes, in pieces of at most `limits.CHUNK_BYTES`. Raises `bad_store`, `no_access`."""
-    start = limits.HEADER_BYTES + layout.span(chunk.chunk)[0] * field.item_bytes
-    stop = start + chunk.kept * field.item_bytes
+def bring_back(slots: Path, layout: Layout, index: int, chunk: Chunk, before: int) -> bool:
+    """Undoes what `close_holes` has done to that chunk, before which so many rows are kept: whether its rows are found at
+    their dense place, and put into their slot. Chunks must be brought back from the last to the first.
+    """
+    field = layout.fields[index]
+    size, dense = chunk.kept * field.item_bytes, limits.HEADER_BYTES + before * field.item_bytes
+    handle = os.open(slots, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        data = b"".join(pieces(handle, slots, dense, size))
+        if zlib.crc32(data) != chunk.crcs[index]:
+            return False
+        write_all(handle, slots, data, slot_start(layout, field, chunk))
+    finally:
+        os.close(handle)
+    return True
+
+
+def slot_start(layout: Layout, field: Field, chunk: Chunk) -> int:
+    """Where that chunk's slot begins in the file of a fixed column, in bytes."""
+    return limits.HEADER_BYTES + layout.span(chunk.chunk)[0] * field.item_bytes
+
+
+def pieces(handle: int, path: Path, start: int, size: int) -> Iterator[bytes]:
+    """So many bytes from that place on, in pieces of at most `limits.CHUNK_BYTES`. Raises `bad_store`, `no_access`."""
+    stop = start + size
     while start < stop:
         try:
             piece = os.pread(handle, min(stop - start, limits.CHUNK_BYTES), start)
@@ -173,6 +220,17 @@ def slot_pieces(handle: int, path: Path, layout: Layout, field: Field, chunk: Ch
             raise DataError("bad_store", f"{str(path)!r} ends at byte {start}.", "Prepare again.")
         yield piece
         start += len(piece)
+
+
+def write_all(handle: int, path: Path, data: bytes, at: int) -> None:
+    """Puts these bytes at that place. Raises `no_space`, `no_access`."""
+    view = memoryview(data)
+    while view:
+        try:
+            done = os.pwrite(handle, view, at)
+        except OSError as error:
+            raise store.machine_error(error, path, "The store cannot be written") from None
+        view, at = view[done:], at + done
 
 
 def write_origins(target: Path, origins: Iterable[tuple[int, bytes]]) -> Column:

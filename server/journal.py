@@ -21,13 +21,15 @@ from dataserve.protocol.errors import MachineError
 
 from . import store
 from .badsamples import Bad
+from .uniform import Uniform
 
 FILE = "journal"
 FORMAT = 1
 
 
 class Chunk(NamedTuple):
-    """A finished chunk: samples looked at, bad ones among them, and for each field the CRC-32 of what it wrote.
+    """A finished chunk: samples looked at, bad ones among them, for each field the CRC-32 of what it wrote, and the rows
+    that are nearly one value.
 
     `crcs`: of a fixed field the kept rows at the start of the chunk's slot, of a ragged one its whole part file.
     `elements`: of a ragged field the elements in its part file, else 0.
@@ -38,6 +40,7 @@ class Chunk(NamedTuple):
     crcs: tuple[int, ...]
     elements: tuple[int, ...]
     bad: tuple[Bad, ...] = ()
+    uniform: tuple[Uniform, ...] = ()
 
     @property
     def kept(self) -> int:
@@ -47,8 +50,9 @@ class Chunk(NamedTuple):
     @classmethod
     def from_list(cls, items: list[Any]) -> Chunk:
         """The chunk of a line, or of a worker's word."""
-        chunk, scanned, crcs, elements, bad = items
-        return cls(chunk, scanned, tuple(crcs), tuple(elements), tuple(Bad(*each) for each in bad))
+        chunk, scanned, crcs, elements, bad, uniform = items
+        alike = tuple(Uniform(field, count, tuple(rows)) for field, count, rows in uniform)
+        return cls(chunk, scanned, tuple(crcs), tuple(elements), tuple(Bad(*each) for each in bad), alike)
 
 
 class Journal:

@@ -1,4 +1,5 @@
-"""What dead builds have left below `.building`: gone on with by their own data set, removed by others' once it is stale."""
+"""What dead builds and removals have left: builds are gone on with by their own data set and removed by others' once they
+are stale, trash is removed at once."""
 
 from __future__ import annotations
 
@@ -18,9 +19,10 @@ KEPT_S = 24 * 3600.0  #: an interrupted build of another data set is kept so lon
 
 
 def clean(root: Path, name: str, but: str | None = None) -> None:
-    """Removes what nobody will go on with: builds of this data set under other fingerprints than `but`, which its source
+    """Removes trash, and what nobody will go on with: builds of this data set under other fingerprints than `but`, which its source
     or options have left behind; builds whose store is there; builds of others that have lain for a day. What a living
     process builds is never touched, and what cannot be removed stays for the next."""
+    store.empty_trash(root)
     folder = root / store.BUILDING
     with contextlib.suppress(OSError):
         for entry in os.listdir(folder):

@@ -1,8 +1,8 @@
 """The first look at a source: what its samples are, before any of them is stored.
 
-The first good sample fixes the schema. Where that has columns that may be ragged, samples spread over the source are
-looked at too: `SPREAD` of them by their place alone (of an iterable the first ones), so that the answer is the same
-whoever asks and how often.
+The first good sample fixes the schema, and the operator may say which columns are ragged. Where others may be, samples
+spread over the source are looked at too: `SPREAD` of them by their place alone (of an iterable the first ones), so that
+the answer is the same whoever asks and how often.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def _first_good(source: Source, reader: Reader) -> tuple[int, Any, Schema]:
     while source.length is None or index < source.length:
         try:
             sample = reader.read(index)
-            return index, sample, Schema.of(sample, index)
+            return index, sample, Schema.of(sample, index, reader.spec.ragged)
         except StopIteration:
             break
         except DataError as error:

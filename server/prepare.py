@@ -9,10 +9,12 @@ gone, and this process ends with its workers. What is half made stays below `.bu
     waiting   {"pid": n}                                       another process builds the same; its progress follows
     scanned   {"pictures": n, "classes": n, "extensions": {".jpg": n}, "left_out": {why: n}, "listed": [[path, why]]}
     space     {"need_bytes": n | null, "free_bytes": n}        null: the source does not say how many samples it has
+    iterated  {}                                               the source says no length: one process reads it to its end
     resuming  {"done": n, "total": n | null}                   an interrupted build goes on
     progress  {"stage": "open" | "prepare" | "seal", "done": n, "total": n | null, "rate": rows/s | null, "eta_s": s | null}
     bad       {"index": n, "path": text | null, "stage", "cause"}      a sample that cannot be stored: the first 100
-    bad_samples  {"count": n, "table": path | null}            all of them, and the file that lists them
+    bad_samples  {"count": n, "table": path | null, "remedy": text | null}     all of them, and the file that lists them
+    uniform   {"column", "count": n, "rows": [n, ...], "of": n}     rows that are nearly one value: a warning, with the first
     sealed    {"path", "id", "fingerprint", "rows", "size_bytes", "hit"}
     confirming {}                                              some rows of what is there are prepared again
     confirmed {"rows": n}                                      and are as they are stored; a row that is not fails

@@ -36,6 +36,7 @@ class Consumer:
     rates: Rates
     position: int
     alone: bool = False
+    asked: int = 0  # the first batch of the last window that it asked for
 
     @property
     def group(self) -> Group:
@@ -161,7 +162,9 @@ class Registry:
         group = (message.job, message.dataset, message.digest)
         if not others or group in self._ranks:
             return [], None
-        return others, _mismatch(message, others[0].open, ("kind", "seed", "n"))
+        theirs = others[0].open
+        names = dict.fromkeys(("kind", "seed", "n", *message.plan, *theirs.plan))
+        return others, _mismatch(message, theirs, tuple(names))
 
     def validate(self) -> None:
         """Asserts what must hold between any two events."""
@@ -198,10 +201,10 @@ def _mismatch(message: Open, other: Open, names: tuple[str, ...]) -> UserError:
     """The first of these in which two ranks differ, with both values."""
     mine = {**message.plan, "world_size": message.world_size, "batch_size": message.batch_size, "last": message.last}
     theirs = {**other.plan, "world_size": other.world_size, "batch_size": other.batch_size, "last": other.last}
-    name = next((name for name in names if mine[name] != theirs[name]), names[0])
+    name = next((name for name in names if mine.get(name) != theirs.get(name)), names[0])
     return UserError(
         "job_mismatch",
-        f"In the job {message.job!r}, rank {message.rank} has {name}={mine[name]!r} and rank {other.rank} "
-        f"{name}={theirs[name]!r}.",
+        f"In the job {message.job!r}, rank {message.rank} has {name}={mine.get(name)!r} and rank {other.rank} "
+        f"{name}={theirs.get(name)!r}.",
         "Give all ranks the same, or the runs different job names.",
     )

@@ -6,7 +6,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dataserve.protocol.errors import DataserveError
@@ -44,6 +44,10 @@ class Reporter:
     def space(self, need_bytes: int | None, free_bytes: int) -> None:
         """The room that the build needs, None where only its end will tell, and the room that there is."""
         self._say("space", need_bytes=need_bytes, free_bytes=free_bytes)
+
+    def iterated(self) -> None:
+        """The source says no length: it is read from front to back, by one process."""
+        self._say("iterated")
 
     def progress(self, stage: str, done: int, total: int | None) -> None:
         """How far the stage has come; dropped where the last one is less than a tenth of a second old, unless it is a
@@ -87,9 +91,14 @@ class Reporter:
         """A bad sample: one of the first."""
         self._say("bad", index=index, path=path, stage=stage, cause=cause)
 
-    def bad_samples(self, count: int, table: str | None) -> None:
-        """How many are bad in all, and the file that lists them, None where it could not be written."""
-        self._say("bad_samples", count=count, table=table)
+    def bad_samples(self, count: int, table: str | None, remedy: str | None) -> None:
+        """How many are bad in all, the file that lists them, None where it could not be written, and what would have kept
+        some of those that were left out."""
+        self._say("bad_samples", count=count, table=table, remedy=remedy)
+
+    def uniform(self, column: str, count: int, rows: Sequence[int], of: int) -> None:
+        """So many rows of that column, of all, are nearly one value; these are the first."""
+        self._say("uniform", column=column, count=count, rows=rows, of=of)
 
     def sealed(self, found: store.Sealed, *, hit: bool) -> None:
         """The store is there."""

@@ -3,16 +3,19 @@
 A sample is a tensor, array, picture, number, bool, text or bytes, or a tuple, list, dict or named tuple of these, nested.
 The first good one fixes structure, types and shapes; one that differs is bad, with both told, never a cast.
 
-Which columns are ragged: text and bytes always; arrays and tensors of one or two dimensions (tokens, waveforms, boxes
-`n x 4`) where the first look (look.py) at samples spread over the source saw first dimensions that differ, or none at
-all (0). Pictures and anything of three dimensions or more never: their sizes are to be made equal by resizing.
+Which columns are ragged: text and bytes always; what the operator declares so (`--ragged NAME`: any array with a first
+dimension, but no picture); arrays and tensors of one or two dimensions (tokens, waveforms, boxes `n x 4`) where the first
+look (look.py) at samples spread over the source saw first dimensions that differ, or none at all (0). A later sample that
+differs so is bad, and the remedy is to declare the column: to widen it in silence would change what a training loop gets
+for one odd row. Pictures never are: their sizes are to be made equal by resizing.
 """
 
 from __future__ import annotations
 
+import functools
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -20,11 +23,12 @@ import numpy as np
 import numpy.typing as npt
 
 from dataserve.protocol import limits, manifest
-from dataserve.protocol.errors import DataError, DataserveError
+from dataserve.protocol.errors import DataError, DataserveError, UserError
 
 from . import images
 from .layout import Field
 from .sources import named
+from .spec import nearest
 from .writer import Rows
 
 
@@ -49,13 +53,19 @@ class Schema:
     fields: tuple[Field, ...]
 
     @classmethod
-    def of(cls, sample: Any, index: int = 0) -> Schema:
-        """The schema of that sample, text and bytes alone ragged. Raises `bad_sample`, `bad_schema`."""
+    def of(cls, sample: Any, index: int = 0, ragged: Collection[str] = ()) -> Schema:
+        """The schema of that sample; ragged are text, bytes and the columns of these names. Raises `bad_sample`,
+        `bad_schema`, and `bad_option` for a name that is no column's or none that can be ragged."""
         fields: list[Field] = []
-        structure = _grow(sample, "", _Names(sample), fields, index, 0)
+        structure = _grow(sample, "", _Names(sample, ragged), fields, index, 0)
         if len(fields) > limits.COLUMNS:
             text = f"Sample {index} has {len(fields)} fields, more than {limits.COLUMNS}."
             raise DataError("bad_schema", text, "Stack fields of one type and shape into one array.")
+        columns = [field.name for field in fields]
+        for name in ragged:
+            if name not in columns:
+                text = f"--ragged names {name!r}, which is no column of sample {index}."
+                raise UserError("bad_option", text, nearest(name, columns))
         return cls(structure, tuple(fields))
 
     @property
@@ -102,8 +112,7 @@ class Schema:
         found = flatten(sample, self.structure, index)
         for field, column, value in zip(self.fields, columns, found, strict=True):
             leaf = _leaf(value, field.name, index)
-            shape = leaf.shape[1:] if field.ragged and leaf.shape else leaf.shape
-            if (leaf.dtype, shape, leaf.logical) != field[1:4] or len(leaf.shape) != len(shape) + field.ragged:
+            if not _fits(leaf, field):
                 raise DataError(
                     "bad_schema",
                     f"Sample {index} does not fit the first one: {field.name} is {_show(leaf)}, not {_show(field)}.",
@@ -122,25 +131,32 @@ class Schema:
                     column[row] = values
 
 
-def flatten(sample: Any, structure: manifest.Structure, index: int) -> Iterator[Any]:
+def flatten(sample: Any, structure: manifest.Structure, index: int) -> list[Any]:
     """The values of a sample in the order of the structure. Raises `bad_schema` where it has another one."""
+    found: list[Any] = []
+    _take(sample, structure, index, found)
+    return found
+
+
+def _take(sample: Any, structure: manifest.Structure, index: int, found: list[Any]) -> None:
+    """Appends them to `found`."""
     ((kind, inner),) = structure.items()
     if kind == "column":
-        yield sample
+        found.append(sample)
         return
     if kind == "dict":
         if isinstance(sample, Mapping) and len(sample) == len(inner) and all(key in sample for key, _ in inner):
             for key, below in inner:
-                yield from flatten(sample[key], below, index)
+                _take(sample[key], below, index, found)
             return
     elif kind == "namedtuple":
         if isinstance(sample, tuple) and getattr(sample, "_fields", None) == tuple(key for key, _ in inner["fields"]):
             for value, (_, below) in zip(sample, inner["fields"], strict=True):
-                yield from flatten(value, below, index)
+                _take(value, below, index, found)
             return
     elif isinstance(sample, tuple if kind == "tuple" else list) and len(sample) == len(inner):
         for value, below in zip(sample, inner, strict=True):
-            yield from flatten(value, below, index)
+            _take(value, below, index, found)
         return
     expected = f"a {kind} of {len(inner['fields'] if kind == 'namedtuple' else inner)}"
     size = f" of {len(sample)}" if isinstance(sample, tuple | list | Mapping) else ""
@@ -154,7 +170,8 @@ def flatten(sample: Any, structure: manifest.Structure, index: int) -> Iterator[
 class _Names:
     """Names of columns: sanitised, unique, and short enough for a file."""
 
-    def __init__(self, sample: Any) -> None:
+    def __init__(self, sample: Any, ragged: Collection[str]) -> None:
+        self.ragged = ragged  # those that were declared so
         self._taken = {manifest.ORIGINS}
         pair = type(sample) is tuple and len(sample) == 2 and _is_image(sample[0]) and _is_label(sample[1])
         self._pair = {"0": "image", "1": "label"} if pair else {}
@@ -199,36 +216,63 @@ def _grow(sample: Any, path: str, names: _Names, fields: list[Field], index: int
     if isinstance(sample, tuple | list):
         kind = "tuple" if isinstance(sample, tuple) else "list"
         return {kind: [below(key, value) for key, value in enumerate(sample)]}
-    name = names.name(path)
+    field = _field(sample, names.name(path), names.ragged, index)
+    fields.append(field)
+    return {"column": field.name}
+
+
+def _field(sample: Any, name: str, ragged: Collection[str], index: int) -> Field:
+    """The column of that value, of which the operator has said that those are ragged."""
     leaf = _leaf(sample, name, index)
     field = Field(name, leaf.dtype, leaf.shape, leaf.logical)
-    if leaf.logical in ("utf8", "bytes") or _may_be_ragged(field) and leaf.shape[0] == 0:
+    declared = name in ragged
+    if declared and (not leaf.shape or leaf.logical == "image"):
+        remedy = "Only arrays and tensors with a first dimension can be ragged; pictures take --resize and --crop."
+        raise UserError("bad_option", f"--ragged names {name!r}, which is {_show(leaf)} in sample {index}.", remedy)
+    if declared or leaf.logical in ("utf8", "bytes") or _may_be_ragged(field) and leaf.shape[0] == 0:
         field = Field(name, leaf.dtype, leaf.shape[1:], leaf.logical, "ragged")
     if 0 in field.shape or len(leaf.shape) > limits.RANK or field.item_bytes > limits.ROW_BYTES:
         text = f"Sample {index}: {name} has the shape {leaf.shape} of {leaf.dtype}, which a store cannot hold."
-        raise DataError("bad_schema", text, f"At least 1 element, {limits.RANK} dimensions, {limits.ROW_BYTES} bytes.")
-    fields.append(field)
-    return {"column": name}
+        remedy = f"At least 1 element, {limits.RANK} dimensions at most, {limits.ROW_BYTES} bytes."
+        if leaf.shape[0] == 0 and 0 not in leaf.shape[1:]:
+            remedy = f"If its rows differ in length, declare that: {_declaration(name)}."
+        raise DataError("bad_schema", text, remedy)
+    return field
 
 
 def _leaf(value: Any, name: str, index: int) -> Leaf:
     """One value as it is stored. Raises `bad_sample` for what cannot be stored."""
-    if isinstance(value, images.Pixels):
-        return Leaf(value, "uint8", value.shape, "image")
-    if isinstance(value, str | bytes | bytearray):  # numpy's among them
-        return _text(value, name, index)
-    if isinstance(value, np.ndarray | np.generic):  # before the numbers: np.float64 is a float too
-        return _array(value, name, index)
-    if isinstance(value, bool | int | float | complex):
-        return _number(value, name, index)
-    if _is_image_object(value):
-        return _picture(value, name, index)
-    if (torch := sys.modules.get("torch")) is not None and isinstance(value, torch.Tensor):
-        return _tensor(torch, value, name, index)
-    kind = type(value).__name__
-    text = f"Sample {index}: {name} is a {kind}, which a store cannot hold."
+    kind: type = type(value)
+    if (taker := _taker(kind)) is not None:
+        return taker(value, name, index)
+    text = f"Sample {index}: {name} is a {kind.__name__}, which a store cannot hold."
     remedy = "Return tensors, arrays, pictures, numbers, bools, text or bytes: use a --transform."
     raise DataError("bad_sample", text, remedy)
+
+
+@functools.lru_cache(256)
+def _taker(kind: type) -> Callable[[Any, str, int], Leaf] | None:
+    """What makes leaves of values of that type; None where nothing does."""
+    if issubclass(kind, images.Pixels):
+        return _pixels
+    if issubclass(kind, str | bytes | bytearray):  # numpy's among them
+        return _text
+    if issubclass(kind, np.ndarray | np.generic):  # before the numbers: np.float64 is a float too
+        return _array
+    if issubclass(kind, bool | int | float | complex):
+        return _number
+    if issubclass(kind, _loaded("PIL.Image", "Image")):
+        return _picture
+    return _tensor if issubclass(kind, _loaded("torch", "Tensor")) else None
+
+
+def _loaded(module: str, name: str) -> Any:
+    """That type, or no type where its module is not loaded: then no value is of it."""
+    return getattr(sys.modules.get(module), name, ())
+
+
+def _pixels(value: images.Pixels, name: str, index: int) -> Leaf:  # noqa: ARG001 - as its neighbours
+    return Leaf(value, "uint8", value.shape, "image")
 
 
 def _text(value: str | bytes | bytearray, name: str, index: int) -> Leaf:
@@ -263,7 +307,8 @@ def _array(value: npt.NDArray[Any] | np.generic, name: str, index: int) -> Leaf:
     return Leaf(value, dtype, value.shape)
 
 
-def _tensor(torch: Any, value: Any, name: str, index: int) -> Leaf:
+def _tensor(value: Any, name: str, index: int) -> Leaf:
+    torch: Any = sys.modules["torch"]
     try:
         value = value.detach().cpu().resolve_conj().resolve_neg()
         if value.dtype == torch.bfloat16:
@@ -287,8 +332,7 @@ def _picture(value: Any, name: str, index: int) -> Leaf:
 
 
 def _is_image_object(value: Any) -> bool:
-    pil = sys.modules.get("PIL.Image")
-    return pil is not None and isinstance(value, pil.Image)
+    return isinstance(value, _loaded("PIL.Image", "Image"))
 
 
 def _is_image(value: Any) -> bool:
@@ -303,17 +347,40 @@ def _is_label(value: Any) -> bool:
     return getattr(value, "shape", ()) == ()
 
 
+def _fits(leaf: Leaf, field: Field) -> bool:
+    """Whether it has the type, shape and meaning of the column's rows."""
+    if field.kind == "fixed":
+        return leaf[1:] == field[1:4]
+    return leaf.shape != () and (leaf.dtype, leaf.shape[1:], leaf.logical) == field[1:4]
+
+
 def _may_be_ragged(field: Field) -> bool:
     return not field.ragged and field.logical is None and len(field.shape) in (1, 2)
 
 
 def _remedy(field: Field, leaf: Leaf) -> str:
     """What to do about a sample that does not fit."""
+    if _differ_in_channels(field, leaf):
+        return "Bring all pictures to the same channels, with --mode RGB or in a --transform."
     if field.logical == "image" and leaf.logical == "image":
         return "Bring all pictures to one size with --resize and --crop, or pad them in a --transform."
-    if _may_be_ragged(field) and leaf.dtype == field.dtype and leaf.shape[1:] == field.shape[1:]:
-        return "The first look at samples saw one length only. Pad this one in a --transform, or leave it out."
+    longer = not field.ragged and field.shape != () and leaf.shape != ()
+    longer = longer and (leaf.dtype, leaf.shape[1:], leaf.logical) == (field.dtype, field.shape[1:], field.logical)
+    if longer:
+        how = _declaration(field.name)
+        return f"If rows of {field.name} differ in length, declare that: {how}. Else pad this one in a --transform."
     return "Bring all samples to one shape and type, with a --transform that resizes, crops or pads."
+
+
+def _differ_in_channels(field: Field, leaf: Leaf) -> bool:
+    """Whether both look like pictures, whose first dimensions are no lengths."""
+    if field.ragged or len(field.shape) != 3 or len(leaf.shape) != 3:
+        return False
+    return field.shape[0] != leaf.shape[0] and {field.shape[0], leaf.shape[0]} <= {1, 3, 4}
+
+
+def _declaration(name: str) -> str:
+    return f'--ragged {name} (in a file: ragged = ["{name}"])'
 
 
 def _show(item: Leaf | Field) -> str:

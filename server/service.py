@@ -5,12 +5,12 @@ It imports no clock, socket or file: all come as arguments, so that a test can t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
 from dataserve.protocol import codec, limits
 from dataserve.protocol.errors import PeerError, ServerError
-from dataserve.protocol.messages import Error
+from dataserve.protocol.messages import Done, Error, More, Open
 
 from .engine import Engine
 from .events import (
@@ -18,6 +18,7 @@ from .events import (
     Event,
     FrameRefused,
     Log,
+    MemoryLooked,
     ProbeProcess,
     ProcessProbed,
     Reply,
@@ -25,6 +26,7 @@ from .events import (
     StopDaemon,
     Ticked,
 )
+from .readahead import Reading
 
 
 class HubLike(Protocol):
@@ -59,6 +61,26 @@ class BuildersLike(Protocol):
         """End all children."""
 
 
+class ResidenceLike(Protocol):
+    """What residence.Residence gives."""
+
+    @property
+    def wants_readings(self) -> bool:
+        """Whether anything may have to be read ahead."""
+
+    def start(self) -> None:
+        """Begin."""
+
+    def follow(self, readings: Sequence[Reading], stores: Mapping[str, str]) -> None:
+        """Who reads what next, and the data sets that are served, without waiting."""
+
+    def collect(self, stores: Mapping[str, str]) -> Iterable[MemoryLooked]:
+        """What was seen, without waiting."""
+
+    def close(self) -> None:
+        """End."""
+
+
 class Service:
     """Runs one daemon until it is told to stop.
 
@@ -78,6 +100,7 @@ class Service:
         stop_fd: int,
         log: Callable[[str], None],
         each_tick: Callable[[], None] = lambda: None,
+        residence: ResidenceLike | None = None,
     ) -> None:
         self._engine = engine
         self._hub = hub
@@ -88,6 +111,8 @@ class Service:
         self._stop_fd = stop_fd
         self._log = log
         self._each_tick = each_tick
+        self._residence = residence
+        self._moved = False
         self._refused = 0
         self._watched: set[int] = set()
         self._running = True
@@ -97,11 +122,15 @@ class Service:
         self._hub.register(self._stop_fd)
         try:
             self._builders.start()
+            if self._residence is not None:
+                self._residence.start()
             next_tick = self._clock()
             while self._running:
                 next_tick = self._turn(next_tick)
         finally:
             self._builders.close()
+            if self._residence is not None:
+                self._residence.close()
 
     def _turn(self, next_tick: float) -> float:
         """Wait for one thing or more and deal with all of them; returns when the next tick is due."""
@@ -114,14 +143,26 @@ class Service:
         ticks = self._clock() >= next_tick
         if ticks or ready & self._watched:
             self._collect()
+        if ticks or self._moved:
+            self._follow()
         if not ticks:
             return next_tick
         self._take(Ticked())
         try:
+            if self._residence is not None:
+                for event in self._residence.collect(self._engine.stores()):
+                    self._take(event)
             self._each_tick()
         except Exception as error:  # noqa: BLE001 - what is served already goes on
             self._log(f"internal: {type(error).__name__}: {error}, at a tick")
         return self._clock() + limits.TICK_S
+
+    def _follow(self) -> None:
+        """Tell the residence who reads what, if it may be of use: at a tick, and when a consumer has told its place."""
+        self._moved = False
+        if self._residence is not None:
+            readings = self._engine.readings(self._clock()) if self._residence.wants_readings else []
+            self._residence.follow(readings, self._engine.stores())
 
     def _collect(self) -> None:
         try:
@@ -147,6 +188,7 @@ class Service:
             self._take(FrameRefused(peer, codec.request_id(frame), error))
             return
         self._take(RequestArrived(peer, request.id, request.message))
+        self._moved |= isinstance(request.message, Open | More | Done)
 
     def _count_refused(self, error: PeerError) -> None:
         """Count it, and tell the operator of the 1st, 10th, 100th, ...: a flood of them must not fill the log."""

@@ -204,12 +204,13 @@ def finish_sample(source: Source, transform: Callable[[Any], Any] | None, index:
     """What the source gave at that index, transformed, its pictures as `images.Pixels`. Raises `BadSample`."""
     stage = "decode"
     try:
+        if transform is None:
+            return images.convert(sample, source.rules)
         sample = images.settle(sample, source.rules)
-        if transform is not None:
-            stage = "transform"
-            sample = transform(sample)
-            stage = "decode"
-        return images.finish(sample, source.rules, settled=transform is None)
+        stage = "transform"
+        sample = transform(sample)
+        stage = "decode"
+        return images.finish(sample, source.rules)
     except Exception as error:  # noqa: BLE001 - Pillow raises OSError, SyntaxError, ValueError; transforms anything
         raise _bad(source, index, stage, error) from None
 

@@ -55,6 +55,7 @@ class DatasetSpec:
     version: str | None = None
     depends: tuple[str, ...] = ()
     allow_random: bool = False
+    ragged: tuple[str, ...] = ()  #: columns whose rows may differ in length, whatever the first ones do
 
     def __post_init__(self) -> None:
         if not limits.NAME.fullmatch(self.name):
@@ -102,7 +103,8 @@ class DatasetSpec:
     @classmethod
     def from_map(cls, fields: Mapping[str, Any]) -> DatasetSpec:
         """The spec of `to_map`."""
-        return cls(**{**fields, "depends": tuple(fields["depends"])})
+        lists = {key: tuple(value) for key, value in fields.items() if isinstance(value, list)}
+        return cls(**{**fields, **lists})
 
 
 def size(option: str, text: str) -> tuple[int, ...]:

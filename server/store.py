@@ -154,9 +154,16 @@ def discard(root: str | os.PathLike[str], path: str | os.PathLike[str]) -> None:
         sync_folder(root)
     except OSError as error:
         raise machine_error(error, path, "The store cannot be removed") from None
-    shutil.rmtree(target, ignore_errors=True)
-    with contextlib.suppress(OSError):  # another removal may still be in it
-        trash.rmdir()
+    empty_trash(root)
+
+
+def empty_trash(root: str | os.PathLike[str]) -> None:
+    """Takes away what removals have left, killed ones too. What cannot be removed stays for the next."""
+    trash = Path(root, TRASH)
+    with contextlib.suppress(OSError):
+        for name in os.listdir(trash):
+            shutil.rmtree(trash / name, ignore_errors=True)
+        trash.rmdir()  # unless another removal has just begun
 
 
 def machine_error(

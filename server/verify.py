@@ -1,4 +1,5 @@
-"""All checksums of a sealed store, on several cores: which chunks of which files are not as they were written.
+"""All checksums of a sealed store, on several cores: which chunks of which files are not as they were written; and where
+these are right, whether offsets and origins say what FORMAT.md has them say.
 
 Pages of the file cache are dropped first where nobody maps them, so that the disk is read and not a memory of it.
 """
@@ -18,6 +19,8 @@ import numpy as np
 from dataserve.protocol import limits, manifest
 from dataserve.protocol.manifest import Column, Part
 
+from . import offsets
+from .offsets import Mismatch
 from .store import Sealed
 
 PIECE_BYTES = 1 << 20  #: read and summed while it is in the processor's cache
@@ -34,18 +37,6 @@ class Span(NamedTuple):
     start: int
     stop: int
     crc: int
-
-
-class Mismatch(NamedTuple):
-    """What is not as it was written: a chunk of a file, the rows `[rows[0], rows[1])` that it holds, and what is wrong."""
-
-    file: str
-    chunk: int
-    rows: tuple[int, int]
-    cause: str
-
-    def __str__(self) -> str:
-        return f"{self.file}, chunk {self.chunk}, rows [{self.rows[0]}, {self.rows[1]}): {self.cause}"
 
 
 def spans(sealed: Sealed) -> Iterator[Span]:
@@ -76,6 +67,10 @@ def verify(sealed: Sealed, threads: int, progress: Callable[[int, int], None]) -
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
+    damaged = {mismatch.file for mismatch in found}
+    for column in sealed.manifest.columns:
+        if damaged.isdisjoint(part.file for part in (*column.parts, *column.offsets)):  # else it is told already
+            found += offsets.check(Path(sealed.path), column, sealed.manifest)
     return found
 
 
@@ -90,9 +85,9 @@ def rows_of(sealed: Sealed, span: Span) -> tuple[int, int]:
     first, last = (span.start - limits.HEADER_BYTES) // size, -(-(span.stop - limits.HEADER_BYTES) // size)
     if not ragged:  # an offset ends one row and begins the next
         return max(first - 1, 0), min(last, rows)
-    offsets = np.load(Path(sealed.path, column.offsets[0].file), mmap_mode="r", allow_pickle=False)
-    start = int(np.searchsorted(offsets, first, "right")) - 1
-    stop = int(np.searchsorted(offsets, last, "left"))
+    ends = np.load(Path(sealed.path, column.offsets[0].file), mmap_mode="r", allow_pickle=False)
+    start = int(np.searchsorted(ends, first, "right")) - 1
+    stop = int(np.searchsorted(ends, last, "left"))
     return max(0, min(start, rows - 1)), min(max(stop, start + 1), rows)  # damaged offsets may say anything
 
 

@@ -6,6 +6,8 @@
       parts/<column>.<n>    ragged columns, chunk by chunk (parts.py)
       sealed/               the store itself, put together in the end (joining.py) and renamed from here
 
+Where samples were left out, the slots have holes: rows are moved together in their own file, which is renamed then.
+
 Any number of processes may write chunks of one build: each has its place from the start, so that the bytes do not depend
 on who writes them, in which order, or how often the work was interrupted.
 """
@@ -175,7 +177,10 @@ class StoreWriter:
         found = journal.read(self.folder / journal.FILE)
         assert found is not None
         self._take_back(layout)
-        whole = {number: chunk for number, chunk in sorted(found[1].items()) if self._is_whole(layout, chunk)}
+        before = _rows_before(found[1])
+        claimed = sorted(found[1].items(), reverse=True)  # the order in which holes are opened again
+        chunks = [chunk for number, chunk in claimed if self._is_whole(layout, chunk, before.get(number))]
+        whole = {chunk.chunk: chunk for chunk in reversed(chunks)}
         return Journal(self.folder / journal.FILE, header, whole.values()), whole
 
     def _take_back(self, layout: Layout) -> None:
@@ -195,16 +200,23 @@ class StoreWriter:
         except OSError as error:
             raise store.machine_error(error, self.folder, "A dead build cannot be gone on with") from None
 
-    def _is_whole(self, layout: Layout, chunk: Chunk) -> bool:
-        """Whether that chunk's data are there and have its checksums."""
+    def _is_whole(self, layout: Layout, chunk: Chunk, before: int | None) -> bool:
+        """Whether that chunk's data are there and have its checksums; where a seal had moved them, they are put back.
+        `before`: rows kept before it, None where that is not known."""
         if not len(chunk.crcs) == len(chunk.elements) == len(layout.fields):
             return False
-        try:
-            for index, field in enumerate(layout.fields):
-                if self._crc(layout, field, chunk, chunk.elements[index]) != chunk.crcs[index]:
+        for index, field in enumerate(layout.fields):
+            try:
+                if self._crc(layout, field, chunk, chunk.elements[index]) == chunk.crcs[index]:
+                    continue
+            except DataError:  # what is missing or cut
+                pass
+            try:
+                slots = self.folder / SLOTS / field.file
+                if field.ragged or before is None or not joining.bring_back(slots, layout, index, chunk, before):
                     return False
-        except DataError:  # a part that is missing or cut
-            return False
+            except DataError:
+                return False
         return True
 
     def _crc(self, layout: Layout, field: Field, chunk: Chunk, elements: int) -> int:
@@ -215,16 +227,17 @@ class StoreWriter:
             finally:
                 part.close()
         path, crc = self.folder / SLOTS / field.file, 0
+        start, size = joining.slot_start(layout, field, chunk), chunk.kept * field.item_bytes
         with open(path, "rb", buffering=0) as file:
-            for piece in joining.slot_pieces(file.fileno(), path, layout, field, chunk):
+            for piece in joining.pieces(file.fileno(), path, start, size):
                 crc = zlib.crc32(piece, crc)
         return crc
 
     def assemble(
         self, layout: Layout, chunks: Sequence[Chunk], origins: Iterable[tuple[int, bytes]] | None
     ) -> tuple[Column, ...]:
-        """Puts the store's files together in `sealed` from all chunks, in their order. Slots without holes are moved
-        there, the rest is written anew. Raises `no_space`, `no_access`."""
+        """Puts the store's files together in `sealed` from all chunks, in their order. Slots are closed up and moved there,
+        the rest is written anew. Raises `no_space`, `no_access`."""
         target = self.folder / SEALED
         try:
             target.mkdir(mode=0o700, exist_ok=True)
@@ -233,10 +246,11 @@ class StoreWriter:
                 slots = self.folder / SLOTS / field.file
                 if field.ragged:
                     columns.append(joining.join(self.folder, target, layout, index, chunks))
-                elif any(chunk.bad for chunk in chunks[:-1]):  # holes at the end are none
-                    columns.append(joining.close_holes(slots, target, layout, index, chunks))
-                else:
-                    columns.append(self._move(slots, target, layout, index, chunks))
+                    continue
+                crcs = tuple(chunk.crcs[index] for chunk in chunks if chunk.kept)
+                if any(chunk.bad for chunk in chunks[:-1]):  # holes at the end are none
+                    crcs = joining.close_holes(slots, layout, index, chunks)
+                columns.append(self._move(slots, target, field, sum(chunk.kept for chunk in chunks), crcs))
             if origins is not None:
                 columns.append(joining.write_origins(target, origins))
         except DataserveError:
@@ -245,10 +259,8 @@ class StoreWriter:
             raise store.machine_error(error, self.folder, "The store cannot be put together") from None
         return tuple(columns)
 
-    def _move(self, slots: Path, target: Path, layout: Layout, index: int, chunks: Sequence[Chunk]) -> Column:
+    def _move(self, slots: Path, target: Path, field: Field, rows: int, crcs: tuple[int, ...]) -> Column:
         """A column whose slots are dense: it gets its header and its place."""
-        field = layout.fields[index]
-        rows = sum(chunk.kept for chunk in chunks)
         size = limits.HEADER_BYTES + rows * field.item_bytes
         handle = os.open(slots, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
@@ -257,10 +269,8 @@ class StoreWriter:
         finally:
             os.close(handle)
         os.rename(slots, target / field.file)
-        crcs = tuple(chunk.crcs[index] for chunk in chunks if chunk.kept)
-        return Column(
-            field.name, "fixed", field.dtype, field.shape, (Part(field.file, rows, size, crcs),), field.logical
-        )
+        part = Part(field.file, rows, size, crcs)
+        return Column(field.name, "fixed", field.dtype, field.shape, (part,), field.logical)
 
     def seal(self, found: Manifest) -> store.Sealed:
         """Makes everything in `sealed` durable and read-only, then lets the store appear under its name.
@@ -317,6 +327,17 @@ def usable(path: Path, fingerprint: str) -> store.Sealed | None:
         text = f"The store {str(path)!r} has the fingerprint {there.manifest.fingerprint}, not {fingerprint}."
         raise DataError("bad_store", text, "Give the data set another name with --name.")
     return there
+
+
+def _rows_before(chunks: Mapping[int, Chunk]) -> dict[int, int]:
+    """How many rows are kept before each chunk, as far as all that lie before it are known."""
+    found, rows = {}, 0
+    for number in range(len(chunks)):
+        if number not in chunks:
+            break
+        found[number] = rows
+        rows += chunks[number].kept
+    return found
 
 
 def _finish(handle: int) -> None:

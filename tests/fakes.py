@@ -104,7 +104,7 @@ class FakeDaemon:
         return Described(made.name, str(self.folder), made.id, made.fingerprint, made.rows, made.size_bytes, names)
 
     def _ranges(self, more: More, opened: Open) -> Ranges:
-        partition = Partition(self.manifest.rows, opened.batch_size, opened.world_size, opened.last, opened.position)
+        partition = Partition(opened.plan["n"], opened.batch_size, opened.world_size, opened.last, opened.position)
         own = partition.window(opened.rank, opened.worker, opened.workers, more.first, more.count)
         if self.wrong_ranges:
             own = own[::-1]

@@ -215,8 +215,8 @@ class Heard:
     def bad(self, index: int, path: str | None, stage: str, cause: str) -> None:
         self.events.append({"index": index})
 
-    def bad_samples(self, count: int, table: str | None) -> None:
-        self.events.append({"count": count, "table": table})
+    def bad_samples(self, count: int, table: str | None, remedy: str | None) -> None:
+        self.events.append({"count": count, "table": table, "remedy": remedy})
 
 
 class Nameless:
@@ -236,7 +236,7 @@ def test_the_first_hundred_are_told_one_by_one_and_the_manifest_lists_a_capped_n
     found.add([Bad(index, "open", "OSError: gone.") for index in reversed(range(count))])
     found.settle(count + 1, "skip")
     assert len(heard.events) == badsamples.LISTED_EVENTS + 1
-    assert heard.events[-1] == {"count": count, "table": str(isolated / "x.bad.tsv")}
+    assert heard.events[-1] == {"count": count, "table": str(isolated / "x.bad.tsv"), "remedy": None}
     skipped = found.skipped()
     assert len(skipped) == limits.SKIPPED + 1
     assert (skipped[0]["index"], skipped[-1]) == (0, {"more": 7})

@@ -93,7 +93,7 @@ elif "alike" in name:
         say(event="bad", index=number, path=f"cat/{number}.png", stage="write",
             cause=f"does not fit the first one: image is uint8 3 x {number} x 9.")
     say(event="bad", index=100, path="cat/x.png", stage="open", cause="The file is empty.")
-    say(event="bad_samples", count=300, table="x.bad.tsv")
+    say(event="bad_samples", count=300, table="x.bad.tsv", remedy="Declare them.")
     say(event="failed", code="bad_sample", text="No.", remedy="")
 elif "mute" in name:
     os.close(1)
@@ -367,7 +367,7 @@ def test_bad_samples_of_one_kind_are_five_lines_and_a_number(stand_in: Path) -> 
     assert any("The file is empty" in line for line in lines), "another kind is not drowned"
     assert lines[-2:] == [
         "alike: 95 more like these were not shown one by one",
-        "alike: 300 bad samples, listed in x.bad.tsv",
+        "alike: 300 bad samples, listed in x.bad.tsv. Declare them.",
     ]
 
 

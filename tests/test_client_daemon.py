@@ -119,10 +119,10 @@ def test_a_killed_daemon_costs_no_row_and_a_new_one_picks_the_job_up(
     given = rows(islice(batches, 100))
     daemon.kill()
     given += rows(islice(batches, 500))
-    until(lambda: train._epochs.alone, "to be alone")
+    until(lambda: train._course.epochs.alone, "to be alone")
     given += rows(islice(batches, 50))
     with daemons.daemon(*source(sealed)) as later:
-        until(lambda: not train._epochs.alone, "to be registered again")
+        until(lambda: not train._course.epochs.alone, "to be registered again")
         given += rows(islice(batches, 50))
         until(lambda: jobs(later)["survivor"]["consumers"][0]["position"] == 700, "its place in status")
         assert given + rows(batches) == sequence(0)

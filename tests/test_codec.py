@@ -220,7 +220,13 @@ def test_the_greatest_messages_fit_a_frame() -> None:
     big = 2**63 - 1
     dataset: dict[str, object] = {"name": "n" * 64, "fingerprint": "f" * 64, "id": "f" * 64, "path": path}
     dataset |= dict.fromkeys(["rows", "size_bytes", "done", "total"], big)
-    dataset |= {"state": "confirming", "eta_s": 1.5, "error": "\U0001f600" * limits.TEXT_CHARS}
+    dataset |= {
+        "state": "confirming",
+        "eta_s": 1.5,
+        "resident": 0.5,
+        "locked": 0.5,
+        "error": "\U0001f600" * limits.TEXT_CHARS,
+    }
     consumer: dict[str, object] = {"job": "\U0001f600" * limits.JOB_CHARS, "dataset": "n" * 64, "pid": big}
     consumer |= {"world_size": 65536, "batch_size": 2**31 - 1, "seed": 2**64 - 1, "rank": 65535, "worker": 255}
     consumer |= {"epoch": 2**32 - 1, "position": 2**32, "samples_per_s": 1.5, "wait_share": 0.5}

@@ -32,6 +32,7 @@ SAME: dict[str, tuple[list[str], str, Any]] = {
     "version": (["--version", "v2"], '"v2"', "v2"),
     "depends": (["--depends", "/a", "--depends", "/b"], '["/a", "/b"]', ("/a", "/b")),
     "allow_random": (["--allow-random"], "true", True),
+    "ragged": (["--ragged", "boxes", "--ragged", "areas"], '["boxes", "areas"]', ("boxes", "areas")),
 }
 
 

@@ -23,8 +23,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from dataserve.client import Info, ServedDataset, order
-from dataserve.protocol import limits
-from dataserve.protocol import plan as plans
+from dataserve.protocol import draws, limits
 from dataserve.protocol.errors import DataserveError, MachineError, UserError
 from dataserve.protocol.messages import Describe, Done, Open
 from dataserve.protocol.plan import Plan
@@ -422,7 +421,7 @@ def test_info_names_rows_and_seeds(daemon: FakeDaemon, prefetch: int) -> None:
         assert (info.rows.dtype, info.valid.dtype, info.row_seeds.dtype) == (torch.int64, torch.bool, torch.int64)
         assert torch.equal(info.rows, label)
         assert info.valid.all()
-        assert info.row_seeds.tolist() == plans.row_seeds(6, 0, label.numpy()).tolist()
+        assert info.row_seeds.tolist() == draws.row_seeds(6, 0, label.numpy()).tolist()
         start += len(label)
 
 
@@ -532,7 +531,7 @@ def test_an_abandoned_iterator_ends_its_thread(daemon: FakeDaemon) -> None:
 
 def test_an_error_ahead_comes_out_of_next_with_its_stage(daemon: FakeDaemon) -> None:
     train = served(prefetch=2)
-    train._gatherer.gather = fail  # type: ignore[method-assign]
+    train._gatherer.assemble = fail  # type: ignore[method-assign]
     with pytest.raises(ZeroDivisionError) as caught:
         next(iter(train))
     assert any("batch 0 of epoch 0, positions [0, 8)" in note for note in caught.value.__notes__)
@@ -571,8 +570,8 @@ def test_a_next_that_raised_gives_the_same_batch_again(
 
 def test_an_error_ahead_ends_the_thread_and_not_the_epoch(daemon: FakeDaemon) -> None:
     train = served(prefetch=2)
-    gather, calls = train._gatherer.gather, itertools.count()
-    train._gatherer.gather = lambda rows: fail(rows) if next(calls) == 3 else gather(rows)  # type: ignore[method-assign]
+    gather, calls = train._gatherer.assemble, itertools.count()
+    train._gatherer.assemble = lambda rows: fail(rows) if next(calls) == 3 else gather(rows)  # type: ignore[method-assign]
     batches = iter(train)
     given = labels(itertools.islice(batches, 3))
     with pytest.raises(ZeroDivisionError):
@@ -589,8 +588,8 @@ def test_a_batch_that_never_comes_is_reported_by_name(daemon: FakeDaemon, monkey
     train = served(prefetch=1, timeout_s=0.1)
     released = threading.Event()
     monkeypatch.setattr("dataserve.client.iterator.limits.SILENT_S", 0.2)
-    gather = train._gatherer.gather
-    train._gatherer.gather = lambda rows: released.wait(WAIT_S) and gather(rows)  # type: ignore[method-assign]
+    gather = train._gatherer.assemble
+    train._gatherer.assemble = lambda rows: released.wait(WAIT_S) and gather(rows)  # type: ignore[method-assign]
     batches = iter(train)
     try:
         with pytest.raises(MachineError, match="Batch 0 was not there") as caught:
@@ -613,7 +612,7 @@ def test_a_silent_daemon_costs_a_moment_and_never_the_loop(
     daemon.silent = True
     for epoch in range(1, 4):
         assert labels(train) == sequence(epoch)
-    wait_for(lambda: train._epochs.alone, "to be alone")
+    wait_for(lambda: train._course.epochs.alone, "to be alone")
     began = time.monotonic()
     for epoch in range(4, 10):
         assert labels(train) == sequence(epoch)
@@ -621,7 +620,7 @@ def test_a_silent_daemon_costs_a_moment_and_never_the_loop(
     assert len([record for record in caplog.records if record.levelname == "WARNING"]) == 1
     daemon.silent = False
     daemon.restart()
-    wait_for(lambda: not train._epochs.alone, "to be registered again")
+    wait_for(lambda: not train._course.epochs.alone, "to be registered again")
     assert labels(train) == sequence(10)
     assert daemon.of(Open)[-1].epoch == 10  # type: ignore[attr-defined]
 
@@ -787,4 +786,4 @@ def test_the_rank_is_frozen_by_its_first_use_and_not_by_the_constructor(
 def test_importing_the_client_leaves_torch_alone() -> None:
     code = "import sys, dataserve.client; print('torch' in sys.modules, dir(dataserve.client))"
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
-    assert ended.stdout.strip() == "False ['Flat', 'Info', 'Padded', 'ServedDataset']"
+    assert ended.stdout.strip() == "False ['Balanced', 'Blocks', 'Flat', 'Fold', 'Info', 'Padded', 'ServedDataset']"

@@ -43,6 +43,7 @@ from dataserve.server.events import (
     Event,
     FrameRefused,
     Log,
+    MemoryLooked,
     PreparationAdvanced,
     PreparationFailed,
     ProbeProcess,
@@ -220,7 +221,7 @@ def test_open_needs_a_hello(daemon: Harness) -> None:
         ({"dataset": "slow"}, "preparation_failed", "not prepared yet"),
         ({"store_id": "c" * 64}, "store_mismatch", "c" * 64),
         ({"digest": "d" * 64}, "bad_plan", "digest"),
-        ({"plan": {"kind": "blocks", "n": 1000, "seed": 0}}, "bad_plan", "'blocks' is unknown"),
+        ({"plan": {"kind": "chunks", "n": 1000, "seed": 0}}, "bad_plan", "'chunks' is unknown"),
         ({"rank": 2, "world_size": 2}, "no_world", "Rank 2 does not exist in a world of 2"),
         ({"worker": 1}, "bad_batch", "Loader worker 1 is not one of 1"),
         ({"position": 1001}, "bad_batch", "origin is 1001"),
@@ -447,6 +448,29 @@ def test_status_shows_where_each_consumer_is_and_what_it_waits_for(daemon: Harne
     assert daemon.rows()[0]["bound"] == "unknown"
     daemon.now = 90.0
     assert daemon.rows()[0]["samples_per_s"] < 5
+
+
+def test_what_each_consumer_reads_next_can_be_looked_at(daemon: Harness) -> None:
+    daemon.greet("a", 1)
+    stream = daemon.open("a")
+    daemon.ask("a", More(stream, 0, 12, 4))
+    daemon.ask("a", Done(stream, 0, 320, 320, 0.5, 0.5, False))
+    opened = opening()
+    assert daemon.engine.stores() == {"digits": SEALED.path}
+    (found,) = daemon.engine.readings(daemon.now)
+    assert (found.stream, found.path, found.plan, found.digest) == (stream, SEALED.path, opened.plan, opened.digest)
+    assert (found.epoch, found.partition, found.rank, found.worker, found.workers) == (0, Partition(1000, 32), 0, 0, 1)
+    assert (found.position, found.asked, found.samples_per_s, found.next_batch) == (320, 12, 320.0, 10)
+    daemon.ask("a", Close(stream))
+    assert daemon.engine.readings(daemon.now) == []
+
+
+def test_what_is_in_memory_shows_in_the_status(daemon: Harness) -> None:
+    assert daemon.take(MemoryLooked("digits", 0.5, None)) == []
+    page = daemon.ask("status", AskStatus())
+    assert isinstance(page, StatusPage)
+    row = next(row for row in page.datasets if row["name"] == "digits")
+    assert (row["resident"], row["locked"]) == (0.5, None)
 
 
 def test_a_place_beyond_the_end_is_refused(daemon: Harness) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from dataserve.client import outputs as leaving
+from dataserve.client import fixed
 from dataserve.client.gather import Gatherer, select
 from dataserve.client.mapping import Store
 from dataserve.client.outputs import outputs
@@ -86,7 +86,7 @@ def test_images_are_normalized_as_torchvision_does(store: Store) -> None:
 
 def test_normalization_goes_over_all_rows_whatever_the_block(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = gatherer(store, "image", batch_size=N, normalize=(MEAN, STD)).gather(slice(0, N)).clone()
-    monkeypatch.setattr(leaving, "BLOCK_BYTES", 3 * 4 * 60)
+    monkeypatch.setattr(fixed, "BLOCK_BYTES", 3 * 4 * 60)
     assert torch.equal(gatherer(store, "image", batch_size=N, normalize=(MEAN, STD)).gather(slice(0, N)), whole)
 
 

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from PIL import Image, ImageOps
 
 from dataserve.protocol.errors import DataError, DataserveError
-from dataserve.server import fingerprint, imagefolder, sources
+from dataserve.server import cli, fingerprint, imagefolder, sources
 from dataserve.server.imagefolder import Tree
 from dataserve.server.sources import BadSample, Source
 from dataserve.server.spec import DatasetSpec
@@ -326,3 +326,21 @@ def test_a_sample_that_has_too_many_pixels_is_bad_at_the_stage_open(tmp_path: Pa
         with pytest.raises(DataError, match="stage open: The picture has 20 x 10 pixels, more than 199") as caught:
             sources.read_sample(source, None, 0)
         assert "--max-pixels" in caught.value.remedy
+
+
+def test_a_store_in_the_folder_of_its_source_is_refused(isolated: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (isolated / "tree" / "a").mkdir(parents=True)
+    Image.new("RGB", (8, 8)).save(isolated / "tree" / "a" / "0.png")
+    for place in (isolated / "tree", isolated / "tree" / "a" / "deep"):
+        assert cli.main(["prepare", f"imagefolder:{isolated}/tree", "--store", str(place)]) == 1
+        told = capfd.readouterr().err
+        assert f"The store root '{place}' lies in the source's folder '{isolated}/tree'." in told
+        assert "[bad_option]" in told
+
+
+def test_a_device_under_a_pictures_name_is_a_bad_sample_of_its_own_words(isolated: Path) -> None:
+    (isolated / "tree" / "a").mkdir(parents=True)
+    (isolated / "tree" / "a" / "0.png").symlink_to("/dev/zero")
+    source = sources.open_source(DatasetSpec("x", f"imagefolder:{isolated}/tree"))
+    with pytest.raises(DataError, match="It is no file, but a device"):
+        source.sample(0)

@@ -6,7 +6,9 @@ import csv
 import io
 import resource
 import shutil
+import struct
 import tarfile
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +36,17 @@ def test_grey_is_one_channel_and_colour_three() -> None:
     colour = images.to_array(Image.fromarray(SCENE))
     np.testing.assert_array_equal(grey, SCENE[np.newaxis, ..., 0])
     np.testing.assert_array_equal(colour, SCENE.transpose(2, 0, 1))
+
+
+@pytest.mark.parametrize("mode", ["L", "RGB", "RGBA"])
+@pytest.mark.parametrize("shape", [(64, 127), (64, 128), (200, 301)])  # below, at and above 8192 pixels
+def test_pixels_are_pillows_own_on_both_ways_out_of_it(shape: tuple[int, int], mode: str) -> None:
+    values = np.random.default_rng(0).integers(0, 256, (*shape, 4), np.uint8)
+    picture = Image.fromarray(values).convert(mode)
+    pixels = images.to_array(picture, Rules(mode))
+    expected = np.atleast_3d(np.asarray(picture)).transpose(2, 0, 1)
+    np.testing.assert_array_equal(pixels, expected)
+    assert type(pixels) is images.Pixels
 
 
 @pytest.mark.parametrize(
@@ -247,6 +260,27 @@ def test_the_transparent_value_of_a_16_bit_png_is_laid_on_the_background() -> No
     Image.fromarray(np.array([[1000, 257 * 9]], np.uint16)).save(data, "PNG", transparency=1000)
     found = load(data.getvalue(), mode="L")
     assert found.ravel().tolist() == [255, 9]
+
+
+def test_16_bit_colour_with_a_transparent_colour_is_refused_for_its_high_bytes_do_not_tell_it() -> None:
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    def png(clear: bytes) -> bytes:
+        pixels = chunk(b"IDAT", zlib.compress(b"\0" + struct.pack(">6H", 1000, 2000, 3000, 1001, 2000, 3000)))
+        head = chunk(b"IHDR", struct.pack(">IIBBBBB", 2, 1, 16, 2, 0, 0, 0))
+        return b"\x89PNG\r\n\x1a\n" + head + clear + pixels + chunk(b"IEND", b"")
+
+    assert load(png(b""), mode="RGB").ravel().tolist() == [3, 3, 7, 7, 11, 11]
+    with pytest.raises(DataError, match="16-bit colour with one colour transparent"):
+        load(png(chunk(b"tRNS", struct.pack(">3H", 1000, 2000, 3000))), mode="RGB")
+
+
+def test_an_eps_file_under_a_pictures_name_is_refused_and_no_program_is_run() -> None:
+    data = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n%%EndComments\nshowpage\n"
+    assert Image.open(io.BytesIO(data)).format == "EPS", "Pillow itself would take it"
+    with pytest.raises(DataError, match="EPS, which is a program"):
+        load(data)
 
 
 @pytest.fixture(scope="module")

@@ -15,10 +15,10 @@ CHECKOUT = Path(__file__).resolve().parent.parent
 SIDES = ("server", "client", "protocol")
 MODULES = sorted(path for side in SIDES for path in (CHECKOUT / side).glob("*.py"))
 
-PROTOCOL = "version limits errors checks messages codec manifest plan partition address"
+PROTOCOL = "version limits errors checks messages codec manifest address partition draws plan blocks subset weighted folds kinds memory"
 PURE = {
     *(f"protocol/{name}" for name in PROTOCOL.split()),
-    *(f"server/{name}" for name in ("events", "engine", "service", "catalog", "registry", "metrics")),
+    *(f"server/{name}" for name in ("events", "engine", "service", "catalog", "registry", "metrics", "readahead")),
     *(f"client/{name}" for name in ("events", "session")),
 }
 #: All that a pure module may import: nothing here has a clock, a socket, a file or a thread.
@@ -28,9 +28,9 @@ PURE_IMPORTS = set(
 )
 PURE_EXTRAS = {
     "protocol/codec": {"msgpack"},
-    "protocol/plan": {"numpy"},
-    "protocol/partition": {"numpy"},
+    **{f"protocol/{name}": {"numpy"} for name in "partition draws plan blocks subset weighted folds".split()},
     "protocol/manifest": {"numpy"},
+    "server/readahead": {"numpy"},
 }
 IMPURE_BUILTINS = {"open", "print", "input"}
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,6 +12,7 @@ import pytest
 
 from dataserve.client import mapping
 from dataserve.client.mapping import Store, locate, map_npy
+from dataserve.protocol import memory
 from dataserve.protocol.errors import DataError, MachineError, UserError
 from dataserve.protocol.manifest import Manifest
 
@@ -149,3 +152,37 @@ def test_a_store_seen_elsewhere_is_named_by_its_folder_or_by_the_root(
     assert locate(described, None) == described
     assert locate(described, str(sealed[0])) == str(sealed[0])
     assert locate(described, str(tmp_path)) == str(sealed[0])
+
+
+def advised(path: Path) -> bool:
+    """Whether a map of that file is to be read at random: `rr` among the kernel's flags of it."""
+    text = Path("/proc/self/smaps").read_text()
+    blocks = [block for block in re.split(r"(?m)^(?=[0-9a-f]+-[0-9a-f]+ )", text) if str(path) in block]
+    assert blocks, f"{path} is not mapped"
+    return any(" rr" in block.partition("VmFlags:")[2] for block in blocks)
+
+
+@pytest.mark.parametrize(
+    ("scattered", "available", "read_ahead", "random"),
+    [(True, 100, 1 << 20, True), (False, 100, 1 << 20, False), (True, 1 << 40, 1 << 20, False), (True, 100, 8, False)],
+    ids=["scattered", "in order", "all fits", "rows larger than what is read around"],
+)
+def test_rows_in_no_order_of_a_file_too_large_for_memory_are_read_without_what_lies_around(
+    sealed: tuple[Path, Manifest],
+    monkeypatch: pytest.MonkeyPatch,
+    scattered: bool,
+    available: int,
+    read_ahead: int,
+    random: bool,
+) -> None:
+    monkeypatch.setattr(memory, "available_bytes", lambda _read: available)
+    monkeypatch.setattr(mapping, "read_ahead_bytes", lambda _device: read_ahead)
+    store = Store(str(sealed[0]), sealed[1].id, scattered=scattered)
+    column = store.column("x")
+    assert advised(sealed[0] / "x.npy") == random
+    assert np.array_equal(column, VALUES)
+
+
+def test_what_the_kernel_reads_around_is_known_or_its_default() -> None:
+    assert mapping.read_ahead_bytes(os.makedev(4095, 9)) == 128 * 1024
+    assert mapping.read_ahead_bytes(os.stat("/").st_dev) >= 0

@@ -7,11 +7,10 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from dataserve.protocol.errors import UserError
-from dataserve.protocol.partition import LASTS, Cursor, Partition
+from dataserve.protocol.partition import LASTS, Cursor, Partition, Range
 
-cases = st.tuples(
-    st.integers(1, 400), st.integers(1, 20), st.integers(1, 9), st.sampled_from(LASTS), st.integers(0, 400)
-)
+worlds = st.integers(1, 9) | st.integers(10, 64)
+cases = st.tuples(st.integers(1, 400), st.integers(1, 20), worlds, st.sampled_from(LASTS), st.integers(0, 400))
 
 
 def build(n: int, batch: int, world: int, last: str, origin: int) -> Partition:
@@ -134,6 +133,40 @@ def test_a_resume_on_any_other_geometry_delivers_exactly_the_rest(
         for position in range(start, stop)[:valid]
     )
     assert after == list(range(cursor.position, n))
+
+
+parts = st.lists(st.tuples(st.integers(1, 20), worlds, st.integers(0, 8), st.integers(0, 10**6)), max_size=6)
+
+
+@given(st.integers(1, 400), parts, st.sampled_from(("even", "short")), st.integers(1, 20), worlds)
+def test_an_epoch_cut_anywhere_and_gone_on_with_in_any_shape_gives_each_position_once(
+    n: int, story: list[tuple[int, int, int, int]], last: str, last_batch: int, last_world: int
+) -> None:
+    """Each part has a batch size, ranks and loader workers of its own and ends after so many batches of each rank."""
+    cursor, seen = Cursor(3, 0), []
+    for batch, world, workers, cut in [*story, (last_batch, last_world, 0, 10**9)]:
+        partition = Partition(n, batch, world, last, cursor.position)
+        batches = cut % (partition.full + 1) if cut < 10**9 else max(map(partition.count, range(world)))
+        places = [drawn(partition, rank, max(1, workers))[:batches] for rank in range(world)]
+        seen += [position for rank in places for start, stop, valid in rank for position in range(start, stop)[:valid]]
+        after = [partition.cursor(cursor.epoch, rank, min(batches, partition.count(rank))) for rank in range(world)]
+        cursor = after[0]
+        # Under `short` a rank may have had its last batch one step before the others: it says that the epoch is over.
+        over = Cursor(4, 0) if last == "short" and batches == partition.full else cursor
+        assert set(after) <= {cursor, over}
+        if cursor.epoch > 3:
+            break
+    assert cursor == Cursor(4, 0)
+    assert sorted(seen) == list(range(n))
+
+
+def drawn(partition: Partition, rank: int, workers: int) -> list[Range]:
+    """The batches of a rank as a `DataLoader` gives them: its workers by turns."""
+    queues = [
+        iter(partition.window(rank, worker, workers, 0, partition.worker_count(rank, worker, workers)))
+        for worker in range(workers)
+    ]
+    return [next(queues[index % workers]) for index in range(partition.count(rank))]
 
 
 @given(cases)

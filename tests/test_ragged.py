@@ -142,7 +142,11 @@ def test_a_column_without_any_element_is_a_store_too(start: Callable[..., Child]
     "count", [511, 512, pytest.param(1, marks=pytest.mark.slow), pytest.param(1300, marks=pytest.mark.slow)]
 )  # 8 KiB and some bytes a row: 511 rows a chunk
 def test_an_iterable_is_prepared_to_its_end(start: Callable[..., Child], sources: Path, count: int) -> None:
-    path = sealed(start(spec=factory("sets:Stream", count=count), workers=2))
+    status, events, words = start(spec=factory("sets:Stream", count=count), workers=2).end()
+    assert status == 0, words
+    assert named(events, "iterated"), "it is said that one process does it"
+    path = named(events, "sealed")[0]["path"]
+    store.open_sealed(path, thorough=True)
     values = np.load(Path(path, "field_0.npy"))
     np.testing.assert_array_equal(values, np.repeat(np.arange(count, dtype=np.int32), 2048).reshape(count, 2048))
     assert [len(row) for row in rows(path, "field_1")] == [index % 4 for index in range(count)]
@@ -169,7 +173,39 @@ def test_a_row_longer_than_all_that_the_first_look_saw_is_refused_with_both_leng
     status, events, _ = start(spec=factory("sets:LateLonger"), workers=1).end()
     assert (status, events[-1]["code"]) == (4, "bad_schema")
     assert "Sample 6350 does not fit the first one: value is float32 4, not float32 3." in events[-1]["text"]
-    assert "saw one length only" in events[-1]["remedy"]
+    assert '--ragged value (in a file: ragged = ["value"])' in events[-1]["remedy"]
+
+
+def test_a_column_that_is_declared_ragged_takes_rows_of_any_length(start: Callable[..., Child], sources: Path) -> None:
+    spec = factory("sets:LateLonger")
+    path = sealed(start(spec={**spec, "ragged": ["value"]}, workers=1))
+    assert [len(row) for row in rows(path, "value")] == [4 if index == 6350 else 3 for index in range(6401)]
+    parts = json.loads(Path(path, "manifest.json").read_bytes())["fingerprint_parts"]
+    assert parts["options"]["ragged"] == ["value"]
+
+
+def test_rows_left_out_for_their_length_alone_are_told_with_what_would_keep_them(
+    start: Callable[..., Child], sources: Path
+) -> None:
+    status, events, _ = start(spec=factory("sets:LateLonger", "skip"), workers=1).end()
+    assert status == 0
+    (told,) = named(events, "bad_samples")
+    assert told["remedy"].startswith("1 of them do not fit the first sample. If rows of value differ in length")
+    assert "--ragged value" in told["remedy"]
+
+
+@pytest.mark.parametrize(
+    ("column", "text", "remedy"),
+    [("valeu", "'valeu', which is no column", "'value'"), ("value", "which is int64 one in sample 0", "first dim")],
+)
+def test_a_column_that_cannot_be_ragged_is_a_usage_error(
+    start: Callable[..., Child], sources: Path, column: str, text: str, remedy: str
+) -> None:
+    (sources / "plain.py").write_text("def numbers(): return [1, 2, 3]")
+    status, events, words = start(spec={**factory("plain:numbers"), "ragged": [column]}, workers=1).end()
+    assert (status, events[-1]["code"], words) == (1, "bad_option", "")
+    assert text in events[-1]["text"]
+    assert remedy in events[-1]["remedy"]
 
 
 FIELDS = (

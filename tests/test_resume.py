@@ -9,16 +9,17 @@ import random
 import shutil
 import signal
 import time
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from dataserve.protocol import manifest
+from dataserve.protocol import limits, manifest
 from dataserve.server import joining, journal, leftovers, store
 from dataserve.server.badsamples import Bad
 from dataserve.server.journal import Chunk, Journal
@@ -236,6 +237,61 @@ def test_a_faked_cut_between_any_two_steps_of_the_seal_can_be_gone_on_from(
     assert cut > 10
     assert content(sealed[0].path) == expected
     files.wipe()
+
+
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(st.booleans(), min_size=30, max_size=60), st.integers(0, 80), st.sampled_from([(8,), (200,)]))
+def test_holes_are_closed_in_place_and_a_faked_kill_costs_one_chunk_at_most(
+    isolated: Path, bad: list[bool], kill_at: int, wide: tuple[int, ...]
+) -> None:
+    """The kill comes in the middle of a write. 8 rows a chunk of one piece, or one row of several pieces."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(limits, "CHUNK_BYTES", 64)
+        layout = Layout(len(bad), (Field("x", "uint8", wide),))
+        files = StoreWriter(store.make_root(isolated / "store"), "a" * 64)
+        files.wipe()
+        files.create(layout, {}).close()
+        writer, chunks = ChunkWriter(files.folder, layout), []
+        for number in range(layout.chunks or 0):
+            places = range(*layout.span(number))
+            kept = [place for place in places if not bad[place]]
+            for row, place in enumerate(kept):
+                writer.columns[0][row] = np.full(wide, place, np.uint8)
+            left_out = tuple(Bad(place, "open", "gone") for place in places if bad[place])
+            chunks.append(Chunk(number, len(places), *writer.finish(number, len(kept)), left_out))
+        writer.close()
+        Journal(files.folder / journal.FILE, {}, chunks).close()
+        expected = np.flatnonzero(~np.array(bad)).astype(np.uint8)
+        slots = files.folder / "slots" / "x.npy"
+        pwrite, count = os.pwrite, itertools.count()
+
+        def torn(handle: int, view: memoryview, at: int) -> int:
+            if next(count) == kill_at:
+                pwrite(handle, view[: len(view) // 2], at)
+                raise PowerCutError
+            return pwrite(handle, view, at)
+
+        patch.setattr(os, "pwrite", torn)
+        with contextlib.suppress(PowerCutError):
+            joining.close_holes(slots, layout, 0, chunks)
+        kill_at = -1
+        again, found = files.resume(layout, {})
+        again.close()
+        assert set(chunks) >= set(found.values())
+        assert len(found) >= len(chunks) - 1
+        for number in {chunk.chunk for chunk in chunks} - found.keys():
+            start, _ = layout.span(number)
+            rows = [place for place in range(*layout.span(number)) if not bad[place]]
+            lost = np.repeat(np.array(rows, np.uint8), wide[0]).tobytes()
+            with slots.open("r+b") as file:
+                file.seek(limits.HEADER_BYTES + start * wide[0])
+                file.write(lost)
+        crcs = joining.close_holes(slots, layout, 0, chunks)
+        rows_ = np.frombuffer(slots.read_bytes()[limits.HEADER_BYTES :], np.uint8).reshape(-1, *wide)[: len(expected)]
+        np.testing.assert_array_equal(rows_, np.repeat(expected, wide[0]).reshape(-1, *wide))
+        span = layout.chunk_rows
+        assert crcs == tuple(zlib.crc32(rows_[row : row + span].tobytes()) for row in range(0, len(rows_), span))
+        files.wipe()
 
 
 def cutting(original: Callable[..., Any], steps: Iterator[int], cut: int) -> Callable[..., Any]:

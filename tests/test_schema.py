@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from dataserve.protocol import manifest
-from dataserve.protocol.errors import DataError
+from dataserve.protocol.errors import DataError, UserError
 from dataserve.server.layout import Field
 from dataserve.server.schema import Schema, flatten
 
@@ -101,6 +102,15 @@ def test_numbers_are_exact(integer: int, real: float, flag: bool) -> None:
     assert (found["i"].item(), found["r"].item(), found["f"].item()) == (integer, real, flag)
 
 
+def test_values_of_derived_types_are_taken_as_their_bases() -> None:
+    class Level(enum.IntEnum):
+        HIGH = 7
+
+    sample = (Level.HIGH, np.float64(0.5), torch.nn.Parameter(torch.ones(2)), np.ones(3).view(np.recarray))
+    kinds = [(field.dtype, field.shape) for field in Schema.of(sample).fields]
+    assert kinds == [("int64", ()), ("float64", ()), ("float32", (2,)), ("float64", (3,))]
+
+
 def test_the_other_byte_order_keeps_its_values() -> None:
     assert stored(np.array([1, 258], ">i4"))["value"].tolist() == [1, 258]
 
@@ -182,6 +192,50 @@ def test_pictures_numbers_and_what_differs_otherwise_never_become_ragged() -> No
 
 def test_a_first_array_without_elements_is_ragged() -> None:
     assert Schema.of(np.zeros((0, 4))).fields == (Field("value", "float64", (4,), None, "ragged"),)
+
+
+def test_a_declared_column_is_ragged_whatever_its_dimensions() -> None:
+    sample = {"video": np.zeros((0, 3, 4, 4), "u1"), "boxes": np.zeros((2, 4), "f4"), "text": "x", "fixed": np.zeros(3)}
+    assert Schema.of(sample, 0, ("video", "boxes", "text")).fields == (
+        Field("video", "uint8", (3, 4, 4), None, "ragged"),
+        Field("boxes", "float32", (4,), None, "ragged"),
+        Field("text", "uint8", (), "utf8", "ragged"),
+        Field("fixed", "float64", (3,)),
+    )
+
+
+@pytest.mark.parametrize("sample", [{"label": 1}, {"label": Image.new("L", (4, 4))}, {"other": np.zeros(3)}])
+def test_what_has_no_length_cannot_be_declared_ragged(sample: Any) -> None:
+    with pytest.raises(UserError, match="--ragged names 'label'") as caught:
+        Schema.of(sample, 0, ("label",))
+    assert (caught.value.code, bool(caught.value.remedy)) == ("bad_option", True)
+
+
+@pytest.mark.parametrize(
+    ("first", "other", "remedy"),
+    [
+        (np.zeros(3), np.zeros(4), "--ragged value"),
+        (np.zeros((3, 4)), np.zeros((0, 4)), "--ragged value"),
+        (np.zeros((7, 3, 4, 4)), np.zeros((8, 3, 4, 4)), "--ragged value"),
+        (np.zeros((3, 4, 4)), np.zeros((1, 4, 4)), "--mode RGB"),
+        (Image.new("L", (4, 4)), Image.new("RGB", (4, 4)), "--mode RGB"),
+        (Image.new("L", (4, 4)), Image.new("L", (4, 5)), "--resize"),
+        (np.zeros((3, 4)), np.zeros((3, 5)), "resizes, crops or pads"),
+        (np.zeros(3, "f4"), np.zeros(4, "f8"), "resizes, crops or pads"),
+    ],
+)
+def test_a_row_that_is_only_longer_is_told_how_its_column_is_declared(first: Any, other: Any, remedy: str) -> None:
+    schema = Schema.of(first)
+    with pytest.raises(DataError) as caught:
+        schema.put(other, 1, 0, [np.zeros(1)])
+    assert caught.value.code == "bad_schema"
+    assert remedy in caught.value.remedy
+
+
+def test_a_first_row_without_elements_of_three_dimensions_is_told_the_same() -> None:
+    with pytest.raises(DataError, match=r"shape \(0, 4, 4\)") as caught:
+        Schema.of({"value": np.zeros((0, 4, 4))})
+    assert "--ragged value" in caught.value.remedy
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -10,7 +10,8 @@ import pytest
 from dataserve.protocol import codec
 from dataserve.protocol.messages import AskStatus, Error, Ok, StatusPage, Stop
 from dataserve.server.engine import About, Engine
-from dataserve.server.events import Event
+from dataserve.server.events import DatasetSealed, Event, MemoryLooked
+from dataserve.server.readahead import Reading
 from dataserve.server.service import Service
 
 BOOT = b"b" * 16
@@ -60,12 +61,47 @@ class Builders:
         self.closed = True
 
 
-def run(hub: Hub, builders: Builders | None = None, engine: Engine | None = None) -> list[str]:
+class Residence:
+    """Keeps what it is told; `collect` may be made to fail."""
+
+    def __init__(self, fails: bool = False, *, wants: bool = True) -> None:
+        self.wants_readings = wants
+        self.fails = fails
+        self.scenes: list[tuple[Sequence[Reading], Mapping[str, str]]] = []
+        self.calls: list[str] = []
+
+    def start(self) -> None:
+        """Seen."""
+        self.calls.append("start")
+
+    def follow(self, readings: Sequence[Reading], stores: Mapping[str, str]) -> None:
+        """Kept."""
+        self.scenes.append((readings, stores))
+
+    def collect(self, stores: Mapping[str, str]) -> list[MemoryLooked]:
+        """What is in memory of all of them, or an error."""
+        if self.fails:
+            raise OSError("no more memory")
+        return [MemoryLooked(name, 0.25, None) for name in stores]
+
+    def close(self) -> None:
+        """Seen."""
+        self.calls.append("close")
+
+
+def run(
+    hub: Hub,
+    builders: Builders | None = None,
+    engine: Engine | None = None,
+    residence: Residence | None = None,
+) -> list[str]:
     """What the operator was told."""
     told: list[str] = []
     engine = engine or Engine([], About("0", 1, "ipc:///a", "/s", "here", 5))
     builders = builders or Builders()
-    Service(engine, hub, builders, lambda _pid, _start: True, lambda: 0.0, BOOT, STOP_FD, told.append).run()
+    Service(
+        engine, hub, builders, lambda _pid, _start: True, lambda: 0.0, BOOT, STOP_FD, told.append, residence=residence
+    ).run()
     assert builders.closed
     return told
 
@@ -109,3 +145,23 @@ def test_stop_is_answered_before_the_loop_ends() -> None:
     hub = Hub(codec.encode_request(1, Stop()))
     run(hub)
     assert hub.sent == [Ok()]
+
+
+SEALED = DatasetSealed("digits", "/s/digits", "a" * 64, "b" * 64, 100, 5000, ("image",))
+
+
+def test_a_residence_is_told_who_reads_and_what_it_has_seen_is_in_the_status() -> None:
+    engine = Engine(["digits"], About("0", 1, "ipc:///a", "/s", "here", 5))
+    engine.handle(SEALED, 0.0)
+    residence, hub = Residence(), Hub(codec.encode_request(1, AskStatus()))
+    run(hub, engine=engine, residence=residence)
+    assert residence.calls == ["start", "close"]
+    assert residence.scenes[0] == ([], {"digits": "/s/digits"})
+    assert engine._catalog.find("digits").resident == 0.25
+
+
+def test_a_residence_that_fails_ends_nothing() -> None:
+    hub = Hub(codec.encode_request(1, AskStatus()))
+    told = run(hub, residence=Residence(fails=True))
+    assert any("no more memory" in line for line in told)
+    assert isinstance(hub.sent[0], StatusPage)

@@ -11,8 +11,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dataserve.protocol import codec, errors, limits, manifest, messages, plan, version
+from dataserve.protocol import codec, draws, errors, limits, manifest, messages, version
+from dataserve.protocol.blocks import BlocksPlan
+from dataserve.protocol.folds import fold_of_rows
+from dataserve.protocol.kinds import KINDS, plan_of
 from dataserve.protocol.partition import LASTS, Partition
+from dataserve.protocol.plan import Plan
+from dataserve.protocol.subset import SubsetPlan
+from dataserve.protocol.weighted import WeightedPlan, exponential, quantised
 
 FOLDER = Path(__file__).resolve().parent.parent / "protocol"
 PROTOCOL = (FOLDER / "PROTOCOL.md").read_text()
@@ -86,7 +92,7 @@ def test_every_wire_bound_is_listed() -> None:
     listed |= {row[0] for row in rows_under(FORMAT, "name", "value", "unit")}
     bounds = {name for name, value in vars(limits).items() if name.isupper() and isinstance(value, int | float)}
     # Bounds of section 5's arithmetic stand in its prose; the others are no part of the contract.
-    assert bounds - listed == {"SEED", "EPOCH", "U64", "PLAN_KIND_CHARS", "FINGERPRINT_DIGITS", "ORDER_SHARED_ROWS"}
+    assert bounds - listed == {"SEED", "EPOCH", "U64", "FINGERPRINT_DIGITS", "ORDER_SHARED_ROWS"}
 
 
 def test_the_frames_are_the_codecs() -> None:
@@ -102,30 +108,104 @@ def test_the_frames_are_the_codecs() -> None:
 
 def test_the_orders_are_those_of_the_plan() -> None:
     for n, seed, epoch, sequence in rows_under(PROTOCOL, "n", "seed", "epoch", "sequence"):
-        order = plan.Plan("shuffled", int(n), int(seed)).order(int(epoch))
+        order = Plan("shuffled", int(n), int(seed)).order(int(epoch))
         assert order is not None
         assert order.tolist() == list(map(int, sequence.split())), (n, seed, epoch)
 
 
 def test_the_digests_of_long_orders_are_those_of_the_plan() -> None:
     for n, seed, epoch, digest in rows_under(PROTOCOL, "n", "seed", "epoch", "digest of the sequence"):
-        order = plan.Plan("shuffled", int(n), int(seed)).order(int(epoch))
+        order = Plan("shuffled", int(n), int(seed)).order(int(epoch))
         assert order is not None
         assert hashlib.sha256(order.astype("<u4").tobytes()).hexdigest() == digest
 
 
 def test_the_digests_of_plans() -> None:
     for text, digest in rows_under(PROTOCOL, "plan", "digest of the plan"):
-        assert plan.Plan.from_map(json.loads(text.strip("`"))).digest() == digest
+        assert plan_of(json.loads(text.strip("`"))).digest() == digest
+
+
+def test_the_kinds_of_plans_have_the_fields_of_their_table() -> None:
+    plans = (
+        Plan("sequential", 4),
+        Plan("shuffled", 4),
+        BlocksPlan(4, block_rows=2, window_blocks=2),
+        SubsetPlan.of(4, range(2), Plan("sequential", 2)),
+        WeightedPlan.of(np.ones(4, np.uint32), 4, 0, replacement=True),
+    )
+    documented = {
+        kind: further.split(", ") if further else [] for kind, further in rows_under(PROTOCOL, "kind", "further fields")
+    }
+    assert documented == {plan.kind: list(plan.to_map())[3:] for plan in plans}
+    assert list(documented) == list(KINDS)
+
+
+def test_the_orders_of_blocks() -> None:
+    for *numbers, sequence in rows_under(PROTOCOL, "n", "seed", "epoch", "block_rows", "window_blocks", "sequence"):
+        n, seed, epoch, block_rows, window_blocks = map(int, numbers)
+        order = BlocksPlan(n, seed, block_rows=block_rows, window_blocks=window_blocks).order(epoch)
+        assert order.tolist() == numbers_of(sequence), numbers
+
+
+def test_the_orders_of_subsets() -> None:
+    for listed, kind, seed, epoch, sequence in rows_under(PROTOCOL, "members", "inner", "seed", "epoch", "sequence"):
+        members = np.array(numbers_of(listed), np.uint32)
+        plan = SubsetPlan.of(100, members, Plan(kind, len(members), int(seed)))
+        assert plan.order(int(epoch)).tolist() == numbers_of(sequence), listed
+
+
+def test_the_orders_by_weight() -> None:
+    header = ("weights", "n", "seed", "epoch", "replacement", "sequence")
+    for weights, n, seed, epoch, replacement, sequence in rows_under(PROTOCOL, *header):
+        integers = quantised(np.array([float(weight) for weight in weights.split()]))
+        plan = WeightedPlan.of(integers, int(n), int(seed), replacement={"yes": True, "no": False}[replacement])
+        assert plan.order(int(epoch)).tolist() == numbers_of(sequence), weights
+
+
+def test_the_integers_of_weights_and_the_logarithm() -> None:
+    for weights, integers in rows_under(PROTOCOL, "weights", "integers"):
+        assert quantised(np.array([float(weight) for weight in weights.split()])).tolist() == numbers_of(integers)
+    for drawn, expected in rows_under(PROTOCOL, "drawn", "-ln u as float64 in hexadecimal"):
+        assert exponential(np.array([int(drawn, 16)], np.uint64))[0] == float.fromhex(expected)
+
+
+def test_the_folds() -> None:
+    for classes, of, seed, folds in rows_under(PROTOCOL, "classes", "K", "seed", "fold of each row"):
+        values = np.array(numbers_of(classes))
+        assert fold_of_rows(len(values), int(of), int(seed), values).tolist() == numbers_of(folds)
+
+
+def test_the_digests_of_plans_over_a_larger_store() -> None:
+    rows = np.arange(60000)
+    members = np.flatnonzero(fold_of_rows(60000, 5, 0, rows % 7) != 0).astype(np.uint32)
+    integers = quantised(rows % 10)
+    for text, digest, of_order in rows_under(PROTOCOL, "plan", "digest of the plan", "digest of epoch 1"):
+        plan = plan_of(json.loads(text.strip("`")))
+        assert plan.digest() == digest
+        if isinstance(plan, SubsetPlan) and isinstance(plan.members, str):
+            made: Plan = SubsetPlan.of(60000, members, plan.inner)
+        elif isinstance(plan, WeightedPlan):
+            made = WeightedPlan.of(integers, plan.n, plan.seed, replacement=plan.replacement)
+        else:
+            made = plan
+        assert made == plan
+        assert hashlib.sha256(made.order(1).astype("<u4").tobytes()).hexdigest() == of_order  # type: ignore[union-attr]
+
+
+def numbers_of(text: str) -> list[int]:
+    """A cell's numbers."""
+    return [int(word) for word in text.split()]
 
 
 def test_the_seeds() -> None:
     for seed, epoch, what, value in rows_under(PROTOCOL, "seed", "epoch", "what", "value"):
         kind, argument = what.split()
         if kind == "row_seed":
-            found = int(plan.row_seeds(int(seed), int(epoch), np.array([int(argument)]))[0])
+            found = int(draws.row_seeds(int(seed), int(epoch), np.array([int(argument)]))[0])
+        elif kind == "place_seed":
+            found = int(draws.place_seeds(int(seed), int(epoch), int(argument), int(argument) + 1)[0])
         else:
-            found = plan.batch_seed(int(seed), int(epoch), int(argument))
+            found = draws.batch_seed(int(seed), int(epoch), int(argument))
         assert found == int(value), what
 
 
@@ -161,7 +241,9 @@ def test_types_of_columns_are_those_of_the_code() -> None:
 def test_the_manifest_has_the_fields_of_its_tables() -> None:
     part = manifest.Part("image.npy", 3, limits.HEADER_BYTES + 12, (1, 2))
     column = manifest.Column("image", "fixed", "uint8", (1, 2, 2), (part,), "image")
-    data = json.loads(manifest.Manifest("m", "f" * 64, {}, 3, 2, {"column": "image"}, (column,)).to_bytes())
+    data = json.loads(
+        manifest.Manifest("m", "f" * 64, {}, 3, 2, {"column": "image"}, (column,), uniform=({},)).to_bytes()
+    )
     documented = {before: {row[0] for row in rows} for before, _, rows in tables(FORMAT) if rows}
     assert documented["A column:"] == set(data["columns"][0])
     assert documented["A part:"] == set(data["columns"][0]["parts"][0])

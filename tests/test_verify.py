@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import zlib
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +13,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from dataserve.protocol import limits
+from dataserve.protocol import limits, manifest
+from dataserve.protocol.manifest import Manifest
 from dataserve.server import store
 from dataserve.server.verify import Mismatch, spans, verify
 
@@ -107,6 +110,77 @@ def test_the_rows_of_a_ragged_columns_chunks(start: object, isolated: Path) -> N
     flip(os.path.join(sealed.path, f"{column.name}.offsets.npy"), limits.HEADER_BYTES + 30)
     (found,) = mismatches(sealed)
     assert found[:3] == (f"{column.name}.offsets.npy", 0, (0, 100))
+
+
+@pytest.fixture
+def texts(isolated: Path) -> tuple[Path, Manifest]:
+    """Four texts of 3, 0, 2 and 1 bytes, and where each comes from, samples 1 and 3 left out."""
+    rows = [(index, path) for index, path in ((0, b"a"), (2, b""), (4, b"bc"), (5, b""))]
+    origins = [np.frombuffer(index.to_bytes(8, "little") + path, np.uint8) for index, path in rows]
+    folder, made = write_store(
+        isolated, {}, ragged={"text": ["abc", "", "de", "f"], "origins": origins}, structure=TEXT
+    )
+    return folder, replace(made, skipped=({"index": 1}, {"index": 3}))
+
+
+TEXT = {"column": "text"}
+
+
+def forge(folder: Path, made: Manifest, file: str, data: bytes) -> store.Sealed:
+    """The store with other data of the same size in one file, and a manifest with the checksum of that."""
+    path = folder / file
+    path.chmod(0o644)
+    path.write_bytes(path.read_bytes()[: limits.HEADER_BYTES] + data)
+    columns = []
+    for column in made.columns:
+        parts, ends = (
+            tuple(each._replace(crcs=(zlib.crc32(data),)) if each.file == file else each for each in those)
+            for those in (column.parts, column.offsets)
+        )
+        columns.append(replace(column, parts=parts, offsets=ends))
+    manifest_file = folder / manifest.FILE
+    manifest_file.chmod(0o644)
+    manifest_file.write_bytes(replace(made, columns=tuple(columns)).to_bytes())
+    return store.open_sealed(folder)
+
+
+@pytest.mark.parametrize(
+    ("ends", "row", "cause"),
+    [
+        ((0, 3, 2, 5, 6), 1, "it lies at [3, 2) of 6 values"),
+        ((0, 3, 3, 9, 6), 2, "it lies at [3, 9) of 6 values; 1 more rows are as wrong"),
+        ((1, 3, 3, 5, 6), 0, "its offsets start at 1, not at 0"),
+        ((0, -3, 3, 5, 6), 0, "it lies at [0, -3) of 6 values; 1 more rows are as wrong"),
+        ((0, 3, 3, 5, 5), 3, "the last row ends at 5, and there are 6 values"),
+    ],
+)
+def test_offsets_that_cannot_be_are_told_by_row_though_their_checksum_is_right(
+    texts: tuple[Path, Manifest], ends: tuple[int, ...], row: int, cause: str
+) -> None:
+    assert mismatches(forge(*texts, "text.offsets.npy", np.array((0, 3, 3, 5, 6), "<i8").tobytes())) == []
+    (found,) = mismatches(forge(*texts, "text.offsets.npy", np.array(ends, "<i8").tobytes()))
+    assert found == ("text.offsets.npy", 0, (row, row + 1), f"row {row} cannot be so: {cause}")
+
+
+@pytest.mark.parametrize(
+    ("indices", "row", "cause"),
+    [
+        ((0, 2, 2, 5), 2, "it names sample 2, behind sample 2, of 6"),
+        ((0, 2, 4, 6), 3, "it names sample 6, behind sample 4, of 6"),
+    ],
+)
+def test_origins_that_do_not_rise_or_name_no_sample_are_told(
+    texts: tuple[Path, Manifest], indices: tuple[int, ...], row: int, cause: str
+) -> None:
+    paths = (b"a", b"", b"bc", b"")
+    data = b"".join(index.to_bytes(8, "little") + path for index, path in zip(indices, paths, strict=True))
+    (found,) = mismatches(forge(*texts, "origins.values.npy", data))
+    assert found == ("origins.offsets.npy", 0, (row, row + 1), f"row {row} cannot be so: {cause}")
+
+
+def test_an_origin_without_room_for_an_index_is_told(texts: tuple[Path, Manifest]) -> None:
+    (found,) = mismatches(forge(*texts, "origins.offsets.npy", np.array((0, 9, 12, 27, 35), "<i8").tobytes()))
+    assert found.cause == "row 1 cannot be so: its 3 bytes have no room for a sample's index"
 
 
 def test_the_command_names_file_chunk_and_rows_and_ends_with_one(isolated: Path) -> None:
