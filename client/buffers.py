@@ -84,7 +84,9 @@ class VaryingPool:
     outlier's block does not stay for ever. What does not fit is given back to the system.
     """
 
-    def __init__(self, kept: int = 4) -> None:
+    def __init__(self, kept: int = 4, make: Callable[[int], npt.NDArray[np.uint8]] | None = None) -> None:
+        """`make(size_bytes)`: where blocks come from, if not from the heap."""
+        self._make = make or _block
         self._free: deque[_Return] = deque(maxlen=kept)
 
     def lease(self, size_bytes: int) -> npt.NDArray[np.uint8]:
@@ -92,9 +94,9 @@ class VaryingPool:
         try:
             block = self._free.pop().block
         except IndexError:
-            block = _block(_rounded(size_bytes)).view(_Block)
+            block = self._make(_rounded(size_bytes)).view(_Block)
         if not size_bytes <= len(block) <= max(BIG_BYTES, SLACK * size_bytes):
-            block = _block(_rounded(size_bytes)).view(_Block)
+            block = self._make(_rounded(size_bytes)).view(_Block)
         return _lend(block, cast(_Block, block[:size_bytes]), self._free)
 
 

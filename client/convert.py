@@ -74,3 +74,32 @@ class Blockwise:
         """Writes all items of `stored`, `(items, *shape)`, as they leave into `result`."""
         for start in range(0, len(stored), self._step):
             self._convert(stored[start : start + self._step], result[start : start + self._step])
+
+
+class MovedConverter:
+    """The same for tensors that lie on a device, which may be written: the result is new, or the tensor itself."""
+
+    def __init__(self, output: Output, layout: torch.memory_format | None) -> None:
+        """`layout`: of batches of pictures, `(count, channels, height, width)`; other columns keep theirs."""
+        self._output = output
+        pictures = layout is not None and len(output.column.shape) == 3
+        self._layout = layout if pictures and layout is not None else torch.preserve_format
+        self._bytes = output.column.dtype == "uint8"
+        self._compute = torch.float64 if output.column.dtype == "float64" else torch.float32
+        self._constants: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def __call__(self, stored: torch.Tensor) -> torch.Tensor:
+        """The stored values, `(items, *shape)`, as they leave."""
+        output = self._output
+        if output.mean is None or output.scale is None:
+            return stored.to(output.dtype, memory_format=self._layout)
+        values = stored.to(self._compute, memory_format=self._layout)
+        if self._constants is None or self._constants[0].device != values.device:
+            first = -output.mean * output.scale if self._bytes else output.mean
+            self._constants = first.to(values.device, self._compute), output.scale.to(values.device, self._compute)
+        first, scale = self._constants
+        if self._bytes:
+            torch.addcmul(first, values, scale, out=values)
+        else:
+            values.sub_(first).mul_(scale)
+        return values.to(output.dtype)

@@ -24,6 +24,7 @@ from .epochs import Handle
 from .events import Iteration
 from .finish import Finish, Timed
 from .iterator import BatchIterator, Draw, Info, Run
+from .moved import Courier
 from .selection import Blocks
 from .session import Session
 from .world import Loading, World
@@ -54,7 +55,9 @@ class ServedDataset(IterableDataset[Any]):
       (`Padded`: values, mask, lengths); `{"column": form}` says it by column. Flat and padded text is its UTF-8.
     - `transform(batch)` or `transform(batch, info)`, on the caller's thread with the global generators of torch, numpy and `random`
       seeded by (seed, epoch, position); one with a parameter `generator` is given one of its own instead.
-    - `prefetch`: batches drawn ahead by a thread; by default 0 for batches under 1 MB, else 2.
+    - `device="cuda"`: batches are copied there ahead of the loop, converted and transformed there; pictures in `memory_format`, if
+      it is given. `resident=True` keeps fixed columns there whole, and gathers there. `Info` stays on the CPU.
+    - `prefetch`: batches drawn ahead by a thread; by default 0 for batches on the CPU under 1 MB, else 2.
     - `info=True` yields `(batch, Info)`.
     - `address`, `store`: where the daemon listens, and where its store is seen from here, if not at its own path.
     - `timeout_s`: for a daemon, a rank, a batch.
@@ -79,6 +82,8 @@ class ServedDataset(IterableDataset[Any]):
         rank: int | None = None,
         world_size: int | None = None,
         device: torch.device | str = "cpu",
+        memory_format: torch.memory_format | None = None,
+        resident: bool = False,
         dtype: torch.dtype | None = None,
         normalize: Any = None,
         transform: Callable[..., Any] | None = None,
@@ -99,6 +104,8 @@ class ServedDataset(IterableDataset[Any]):
             rank=rank,
             world_size=world_size,
             device=device,
+            memory_format=memory_format,
+            resident=resident,
             dtype=dtype,
             normalize=normalize,
             transform=transform,
@@ -130,7 +137,8 @@ class ServedDataset(IterableDataset[Any]):
         self._store = mapping.Store(
             self._path, self._store_id, scattered=not (self._plan.is_fixed or self._plan.is_windowed)
         )
-        self._gatherer = gather.make(self._store, chosen)
+        self._courier = None if chosen.device.type == "cpu" else Courier(chosen.device, chosen.timeout_s)
+        self._gatherer = gather.make(self._store, chosen, self._courier)
         self._takes = (False, False) if chosen.transform is None else options.signature(chosen.transform)
         self._link: transport.Link | None = None
         self._upcoming: order.Upcoming | None = None
@@ -246,9 +254,9 @@ class ServedDataset(IterableDataset[Any]):
         draw = self._drawing(iteration, run, lasts) if iteration.total > drawn else None
         prefetch = self._options.prefetch
         if prefetch is None:
-            small = self._gatherer.size_bytes(self.batch_size) < options.SMALL_BATCH_BYTES
+            small = self._courier is None and self._gatherer.size_bytes(self.batch_size) < options.SMALL_BATCH_BYTES
             prefetch = 0 if in_worker or small else 2
-        finish = Finish(self._options, self._takes, cursor.epoch)
+        finish = Finish(self._options, self._takes, cursor.epoch, self._courier)
         iterator = BatchIterator(draw, run, prefetch, finish, passes_on=in_worker)
         self._course.begin(run, iterator)
         return iterator

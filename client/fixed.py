@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -24,11 +25,18 @@ class FixedColumn:
     the cache. No thread but the caller's, and those that torch's own setting gives to its kernels.
     """
 
-    def __init__(self, store: Store, output: Output, batch_size: int) -> None:
+    def __init__(
+        self,
+        store: Store,
+        output: Output,
+        batch_size: int,
+        make: Callable[[int], npt.NDArray[np.uint8]] | None = None,
+    ) -> None:
+        """`make(size_bytes)`: where the memory of batches comes from, if not from the heap."""
         self._rows = store.column(output.column.name)
         self._output = output
-        self._small = batch_size * output.item_bytes <= SMALL_BYTES
-        self._pool = Pool(batch_size * output.item_bytes)
+        self._small = make is None and batch_size * output.item_bytes <= SMALL_BYTES
+        self._pool = Pool(batch_size * output.item_bytes, make=make)
         self._convert = converter(output)
         # numpy has no bfloat16: its bits are lent, and torch is told what they are.
         self._lent = (

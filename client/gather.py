@@ -5,10 +5,11 @@ from __future__ import annotations
 import functools
 from collections import namedtuple
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from dataserve.protocol import manifest
 from dataserve.protocol.errors import DataError, UserError
@@ -16,11 +17,13 @@ from dataserve.protocol.manifest import Manifest, Structure
 
 from .fixed import FixedColumn
 from .mapping import Store
+from .moved import Courier, MovedColumn, MovedRagged, Request, ResidentColumn
 from .options import Options
 from .outputs import Output, outputs
 from .ragged import RaggedColumn
 
 Assemble = Callable[[npt.NDArray[np.intp] | slice], Any]
+Column = FixedColumn | RaggedColumn | MovedColumn | MovedRagged | ResidentColumn
 
 
 def select(structure: Structure, columns: str | Sequence[str] | None, known: Manifest) -> Structure:
@@ -59,18 +62,49 @@ def _keep(structure: Structure, wanted: set[str]) -> Structure | None:
     return {"dict": left} if kind == "dict" else {"namedtuple": {"name": inner["name"], "fields": left}}
 
 
+class Target(NamedTuple):
+    """A device that batches go to, and how: `layout` of pictures, and whether fixed columns stay there whole."""
+
+    courier: Courier
+    layout: torch.memory_format | None = None
+    resident: bool = False
+
+
+def _column(store: Store, output: Output, batch_size: int, target: Target | None) -> Column:
+    fixed = output.column.kind == "fixed"
+    if target is None:
+        return FixedColumn(store, output, batch_size) if fixed else RaggedColumn(store, output)
+    if not fixed:
+        return MovedRagged(store, output, target.courier)
+    kind = ResidentColumn if target.resident else MovedColumn
+    return kind(store, output, batch_size, target.courier, target.layout)
+
+
 class Gatherer:
     """Batches of at most `batch_size` rows, from any thread; what it gives belongs to the caller."""
 
-    def __init__(self, store: Store, structure: Structure, leaving: Mapping[str, Output], batch_size: int) -> None:
-        """Maps the columns of `leaving`, those of the structure. Raises `bad_store`, `no_access`."""
+    def __init__(
+        self,
+        store: Store,
+        structure: Structure,
+        leaving: Mapping[str, Output],
+        batch_size: int,
+        target: Target | None = None,
+    ) -> None:
+        """Maps the columns of `leaving`, those of the structure. Raises `bad_store`, `no_access`.
+
+        With a target `assemble` gives a `Sent`, for `target.courier.receive`.
+        """
         self._rows = store.manifest.rows
-        self._columns: dict[str, FixedColumn | RaggedColumn] = {}
-        for name, output in leaving.items():
-            fixed = output.column.kind == "fixed"
-            self._columns[name] = FixedColumn(store, output, batch_size) if fixed else RaggedColumn(store, output)
+        self._columns: dict[str, Column] = {
+            name: _column(store, output, batch_size, target) for name, output in leaving.items()
+        }
+        assemble = _assembly(structure, self._columns)
         #: The batch of rows that have been checked: `gather` without a look at each.
-        self.assemble: Assemble = _assembly(structure, self._columns)
+        self.assemble: Assemble = assemble
+        if target is not None:
+            send = target.courier.send
+            self.assemble = lambda rows: send(lambda copy: assemble(Request(rows, copy)))
 
     def check(self, rows: npt.NDArray[Any]) -> npt.NDArray[np.intp]:
         """The same rows as numpy indexes with them, if all are there. Raises `bad_store`: an order can come from a file."""
@@ -99,8 +133,9 @@ class Gatherer:
         return sum(column.size_bytes(count) for column in self._columns.values())
 
 
-def _assembly(structure: Structure, columns: Mapping[str, FixedColumn | RaggedColumn]) -> Assemble:
-    """A structure as a function of rows, so that no batch walks through it again. Columns are gathered in its order."""
+def _assembly(structure: Structure, columns: Mapping[str, Column]) -> Callable[[Any], Any]:
+    """A structure as a function of rows (of a `Request`, for a device), so that no batch walks through it again.
+    Columns are gathered in its order."""
     ((kind, inner),) = structure.items()
     if kind == "column":
         return columns[inner].gather
@@ -120,13 +155,15 @@ def _assembly(structure: Structure, columns: Mapping[str, FixedColumn | RaggedCo
     return lambda rows: made(*[part(rows) for part in fields])
 
 
-def make(store: Store, chosen: Options) -> Gatherer:
-    """The gatherer that the options ask for. Raises what `select`, `outputs` and the store do."""
+def make(store: Store, chosen: Options, courier: Courier | None = None) -> Gatherer:
+    """The gatherer that the options ask for, `courier` the way to the device if that is not the CPU.
+    Raises what `select`, `outputs` and the store do."""
     known = store.manifest
     structure = select(known.structure, chosen.columns, known)
     used = [known.column(name) for name in manifest.leaves(structure)]
     leaving = outputs(used, chosen.dtype, chosen.normalize, chosen.ragged)
-    return Gatherer(store, structure, leaving, min(chosen.batch_size, known.rows))
+    target = None if courier is None else Target(courier, chosen.memory_format, chosen.resident)
+    return Gatherer(store, structure, leaving, min(chosen.batch_size, known.rows), target)
 
 
 @functools.cache

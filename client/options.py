@@ -16,6 +16,8 @@ from dataserve.protocol.address import normalise
 from dataserve.protocol.errors import UserError
 from dataserve.protocol.partition import LASTS
 
+from . import device as devices
+
 
 class _Unsaid(str):
     """A default that looks as what it stands for."""
@@ -39,6 +41,9 @@ class Options:
     last: str
     rank: int | None
     world_size: int | None
+    device: torch.device
+    memory_format: torch.memory_format | None
+    resident: bool
     dtype: torch.dtype | None
     normalize: Any
     transform: Callable[..., Any] | None
@@ -61,6 +66,8 @@ def check(
     rank: int | None,
     world_size: int | None,
     device: object,
+    memory_format: object,
+    resident: object,
     dtype: object,
     normalize: object,
     transform: object,
@@ -75,7 +82,9 @@ def check(
     """The options, or a `UserError` that names the first wrong one."""
     if not isinstance(name, str) or not _NAMED.fullmatch(name):
         raise UserError("bad_name", f"{name!r} is no data set's name.", "Names look like mnist, or mnist@1a2b.")
-    _check_device(device)
+    where, layout = devices.check(device), _memory_format(memory_format)
+    _on_device(where, "memory_format", layout is not None)
+    _on_device(where, "resident=True", _flag("resident", resident))
     if dtype is not None and not isinstance(dtype, torch.dtype):
         raise UserError("bad_option", f"dtype={dtype!r} is no torch.dtype.", "Give torch.float32, for instance.")
     if transform is not None and not callable(transform):
@@ -87,6 +96,9 @@ def check(
         _last(last, drop_last),
         rank,
         world_size,
+        where,
+        layout,
+        _flag("resident", resident),
         dtype,
         normalize,
         transform,
@@ -112,17 +124,20 @@ def signature(transform: Callable[..., Any]) -> tuple[bool, bool]:
     return bool(needed) or "info" in names, "generator" in names
 
 
-def _check_device(device: object) -> None:
-    try:
-        kind = torch.device(device).type  # type: ignore[call-overload]
-    except (RuntimeError, TypeError):
-        raise UserError("bad_option", f"device={device!r} is no device.", "Give 'cpu'.") from None
-    if kind != "cpu":
+def _on_device(where: torch.device, what: str, wanted: bool) -> None:
+    """Refuses an option that has a meaning only on a device."""
+    if wanted and where.type == "cpu":
         raise UserError(
-            "not_built",
-            f"device={device!r} is not built yet.",
-            "Leave it out and move each batch: images.to(device, non_blocking=True).",
+            "bad_option",
+            f"{what} is for batches on a GPU, and device is 'cpu'.",
+            "Leave it out, or give device='cuda'.",
         )
+
+
+def _memory_format(value: object) -> torch.memory_format | None:
+    if value is None or value in (torch.contiguous_format, torch.channels_last):
+        return None if value is torch.contiguous_format else value
+    raise UserError("bad_option", f"memory_format={value!r} is not built.", "Give torch.channels_last.")
 
 
 def _last(last: object, drop_last: object) -> str:

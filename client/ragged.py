@@ -6,6 +6,7 @@ short. A list's tensors are views of that buffer and keep it; text and bytes are
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -49,11 +50,14 @@ class RaggedColumn:
     """Gives rows in the form of its output, from any thread. Memory: what a batch needs; once more while it is
     converted or padded."""
 
-    def __init__(self, store: Store, output: Output) -> None:
+    def __init__(
+        self, store: Store, output: Output, make: Callable[[int], npt.NDArray[np.uint8]] | None = None
+    ) -> None:
+        """`make(size_bytes)`: where the memory of batches comes from, if not from the heap."""
         self._values, self._offsets = store.ragged(output.column.name)
         self._output = output
         self._convert = Blockwise(output)
-        self._pool = VaryingPool()
+        self._pool = VaryingPool(make=make)
         self._scratch = VaryingPool(2)
 
     def size_bytes(self, count: int) -> int:
