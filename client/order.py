@@ -30,7 +30,7 @@ from dataserve.protocol.plan import Plan
 
 from .mapping import map_npy
 
-AHEAD_ROWS = 1 << 17  #: some milliseconds of sorting
+AHEAD_ROWS = 1 << 13  #: some tenths of a millisecond of sorting
 UNUSED_S = 3600.0  #: a file that nobody has begun to use for so long goes with the next one that is written
 _OURS = re.compile(r"\.?[0-9a-f]{16}-[0-9]+\.npy(\.[0-9a-f]{16})?")
 log = logging.getLogger("dataserve")

@@ -23,6 +23,7 @@ SALT_DRAW = 0x64726177  # "draw": rows by weight, with replacement
 SALT_PICK = 0x7069636B  # "pick": rows by weight, without replacement
 SALT_FOLD = 0x666F6C64  # "fold": who comes into which fold
 SLICE = 1 << 20  # rows a pass: temporaries of 8 MB stay in the cache and out of the peak
+RADIX_ROWS = (1 << 11, 1 << 22)
 _MASK = limits.U64 - 1
 
 
@@ -96,6 +97,17 @@ def slices(count: int) -> Iterator[tuple[int, int]]:
         yield start, min(start + SLICE, count)
 
 
+def _sorted(keys: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """The keys by value. Their high bits are even, so that numpy's radix sort of 16 bits leaves next to nothing to its merge sort:
+    less than half the time of `keys.sort()` where that has no vector instructions. For many rows the room is not worth it."""
+    if not RADIX_ROWS[0] <= len(keys) <= RADIX_ROWS[1]:
+        keys.sort()
+        return keys
+    keys = keys.take((keys >> np.uint64(48)).astype(np.uint16).argsort(kind="stable"))
+    keys.sort(kind="stable")
+    return keys
+
+
 def shuffled(n: int, base: int) -> npt.NDArray[np.uint32]:
     """The rows `[0, n)` in the order of their keys, uint32 `(n,)`. 12 bytes a row while it works, 4 afterwards."""
     return in_key_order(n, lambda start, stop: np.arange(start, stop, dtype=np.uint64), row_bits(n), base)
@@ -117,7 +129,7 @@ def in_key_order(
         draw_into(part, base, temporary[: stop - start])
         np.bitwise_and(part, ~low, out=part)
         np.bitwise_or(part, some, out=part)
-    keys.sort()
+    keys = _sorted(keys)
     order = np.empty(count, np.uint32)
     for start, stop in slices(count):
         np.bitwise_and(keys[start:stop], low, out=temporary[: stop - start])
