@@ -26,9 +26,10 @@ from dataserve.protocol.plan import Plan
 from .epochs import Epochs
 from .events import Iteration, Progress
 from .gather import Gatherer
+from .leave import Leave
 from .order import Order, Windows
 from .places import Places, Rows
-from .transport import Leave, Link
+from .transport import Link
 
 POLL_S = 1.0  #: a wait for the thread looks this often whether it still lives
 

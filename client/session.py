@@ -50,6 +50,7 @@ from .events import (
     Ticked,
     Warn,
 )
+from .pending import Requests
 
 DONE_S = 1.0  #: `done` is said this often while batches are drawn
 
@@ -62,15 +63,6 @@ TRANSITIONS = {
     "closed": {"closed"},
 }
 LOST = {"unknown_stream", "no_hello", "stale_epoch"}
-
-
-@dataclass(slots=True)
-class _Pending:
-    """A request without its reply: to be sent (again) at, and how long after that; None for never."""
-
-    message: Message
-    due: float
-    pace_s: float | None
 
 
 @dataclass
@@ -86,8 +78,7 @@ class Session:
     state: str = field(default="idle", init=False)
     _now: float = field(default=0.0, init=False)
     _effects: list[Effect] = field(default_factory=list, init=False)
-    _pending: dict[int, _Pending] = field(default_factory=dict, init=False)
-    _next_id: int = field(default=1, init=False)
+    _pending: Requests = field(default_factory=Requests, init=False)
     _boot: bytes | None = field(default=None, init=False)
     _said: float = field(default=0.0, init=False)
     _silent: float | None = field(default=None, init=False)  # since when the daemon owes an answer
@@ -119,7 +110,7 @@ class Session:
         """When the next `Ticked` has something to do; None for never."""
         if self.state in ("idle", "closed"):
             return None
-        times = [pending.due for pending in self._pending.values() if pending.pace_s is not None]
+        times = self._pending.dues()
         if self.state != "alone" and self._silent is not None:
             times.append(self._silent + limits.SILENT_S)
         times.append(self._began + self._patience_s())
@@ -132,7 +123,7 @@ class Session:
     @property
     def last_id(self) -> int:
         """The id of the latest request."""
-        return self._next_id - 1
+        return self._pending.last_id
 
     def awaits(self, identifier: int) -> bool:
         """Whether that request still wants its reply."""
@@ -174,10 +165,7 @@ class Session:
             self._go_alone(f"The daemon has not answered for {limits.SILENT_S:g} s.")
         elif self._now - self._began >= self._patience_s():
             self._go_alone(f"The daemon has not registered this job in {self._patience_s():g} s.")
-        for identifier, pending in self._pending.items():
-            if pending.pace_s is not None and pending.due <= self._now:
-                pending.due = self._now + pending.pace_s
-                self._effects.append(Send(identifier, pending.message))
+        self._effects += [Send(identifier, message) for identifier, message in self._pending.take_due(self._now)]
         if self.state == "open" and self._now - self._told_at >= DONE_S and self._progress != self._told:
             self._tell()
         elif self.state == "open" and self._now - self._said >= limits.BEAT_S:
@@ -203,12 +191,9 @@ class Session:
     # --- the daemon's replies ---------------------------------------------------------------------------------------
 
     def _replied(self, event: Replied) -> None:
-        pending = self._pending.pop(event.reply.id, None)
+        pending = self._pending.answered(event.reply.id)
         if pending is None or self.state == "closed":
             return  # late, or never asked for
-        for number in [number for number, entry in self._pending.items() if entry.pace_s is None]:
-            if number < event.reply.id:
-                del self._pending[number]  # answers come in order: this one's was lost
         self._silent = self._now if self._pending else None
         message, request = event.reply.message, pending.message
         another = self._boot is not None and event.reply.boot != self._boot
@@ -247,9 +232,7 @@ class Session:
         own = iteration.partition.window(
             iteration.open.rank, iteration.open.worker, iteration.open.workers, request.first, request.count
         )
-        if (message.stream, message.first) != (request.stream, request.first) or [
-            tuple(item) for item in message.ranges
-        ] != own:
+        if (message.stream, message.first) != (request.stream, request.first) or [*map(tuple, message.ranges)] != own:
             self._warn(
                 f"The daemon's ranges for batches [{request.first}, {request.first + request.count}) are not those of the "
                 "protocol; going on with the protocol's. [wrong_ranges]"
@@ -366,9 +349,7 @@ class Session:
         self._told, self._told_at, self._was_alone = new, self._now, False
 
     def _send(self, message: Message, pace_s: float | None, *, delay_s: float = 0.0) -> None:
-        identifier, self._next_id = self._next_id, self._next_id + 1
-        due = self._now + (delay_s or pace_s or 0.0)
-        self._pending[identifier] = _Pending(message, due, pace_s)
+        identifier = self._pending.add(message, self._now + (delay_s or pace_s or 0.0), pace_s)
         self._said = self._now
         if self._silent is None:  # else an older one waits, perhaps of an iteration that this one replaces
             self._silent = self._now

@@ -9,7 +9,6 @@ so that a process that only described a data set has no zmq thread left when its
 from __future__ import annotations
 
 import atexit
-import copy
 import logging
 import os
 import stat
@@ -17,23 +16,22 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 import zmq
 
 from dataserve.protocol import codec, limits, version
 from dataserve.protocol.address import socket_path
-from dataserve.protocol.errors import DataserveError, MachineError, PeerError, ServerError
+from dataserve.protocol.errors import MachineError, PeerError, ServerError
 from dataserve.protocol.messages import Hello, Message
 
 from . import descriptors, events
 from .events import Event, Iteration, Progress
+from .leave import Leave
 from .session import Session
 
 log = logging.getLogger("dataserve")
 
 CLOSE_WAIT_S = 0.1  #: a goodbye waits this long for its answer
-STOPPED_S = 1.0  #: a wait that ends so much too late belongs to a process that was stopped
 JOIN_S = 0.3  #: the process's end waits this long for a thread
 QUEUED = 64  #: messages either way; credit keeps them fewer
 
@@ -124,39 +122,6 @@ class Caller:
         self._context.term()
 
 
-@dataclass(slots=True)
-class Leave:
-    """One iteration's permission, shared by the loop's thread (which waits) and the link's (which sets it)."""
-
-    number: int
-    registered: bool = False
-    contested: bool = False
-    granted: int = 0
-    ask_at: int = 0
-    free: int = 0  #: batches below need no look at anything else here
-    error: DataserveError | None = None
-    changed: threading.Condition = field(default_factory=threading.Condition)
-
-    def wait(self, wanted: Callable[[Leave], bool], timeout_s: float) -> bool:
-        """Wait until that holds or an error is there, which is raised; False at the time-out.
-
-        A process that was stopped meanwhile (Ctrl-Z, a debugger) wakes with its time over before the link's thread has had
-        a turn: it is given one.
-        """
-        until = time.monotonic() + timeout_s
-        with self.changed:
-            held = self.changed.wait_for(lambda: self.error is not None or wanted(self), timeout_s)
-            if not held and time.monotonic() > until + STOPPED_S:
-                held = self.changed.wait_for(lambda: self.error is not None or wanted(self), STOPPED_S)
-        self.check()
-        return held
-
-    def check(self) -> None:
-        """Raise the refusal, if there is one: a copy, for the traceback of one that is kept would keep its frames."""
-        if self.error is not None:
-            raise copy.copy(self.error)
-
-
 class Link:
     """A daemon, as one data set object speaks to it: `begin` an iteration, `admit` each batch, `finish`, `close`.
 
@@ -194,7 +159,7 @@ class Link:
         patience_s = limits.SILENT_S + limits.BEAT_S if first else limits.GRANT_WAIT_S
         if not leave.wait(lambda it: it.registered or it.contested, patience_s) and first:
             raise MachineError("stuck", f"No registration and no silence in {patience_s:.0f} s: the link hangs.")
-        _outlast_contest(leave, timeout_s)
+        leave.outlast_contest(timeout_s)
 
     def admit(self, leave: Leave, index: int, timeout_s: float) -> None:
         """Wait until batch `index` may be drawn, for `GRANT_WAIT_S` at most. Raises the daemon's refusal."""
@@ -203,7 +168,7 @@ class Link:
             self._speaker.post(events.Asked(leave.number, index))
         if index >= leave.granted:
             leave.wait(lambda it: index < it.granted or it.contested, limits.GRANT_WAIT_S)
-            _outlast_contest(leave, timeout_s)
+            leave.outlast_contest(timeout_s)
 
     def finish(self, leave: Leave, progress: Progress) -> None:
         """The iteration is over; harmless for one that a newer has replaced."""
@@ -213,12 +178,6 @@ class Link:
     def __del__(self) -> None:
         if os.getpid() == self._pid and "_speaker" in self.__dict__:
             self._speaker.close()
-
-
-def _outlast_contest(leave: Leave, timeout_s: float) -> None:
-    patience_s = timeout_s + limits.SILENT_S
-    if leave.contested and not leave.wait(lambda it: not it.contested, patience_s):
-        raise MachineError("stuck", f"The rank was neither granted nor refused in {patience_s:.0f} s.")
 
 
 class _Speaker:
@@ -267,7 +226,7 @@ class _Speaker:
             log.warning(
                 "dataserve: the link to %s failed (%s: %s); going on alone", self._address, type(error).__name__, error
             )
-            self._set_free()
+            self.leave.set_free()
         finally:
             if dealer is not None:
                 dealer.close(0)
@@ -303,21 +262,9 @@ class _Speaker:
             elif isinstance(effect, events.Warn):
                 log.warning("dataserve: %s", effect.text)
             else:
-                self._apply(effect)
+                self.leave.apply(effect)
         if (after := (self._session.alone, self._session.opened)) != before:
             self._on_change(*after)
-
-    def _apply(self, effect: events.Permit | events.Refuse) -> None:
-        leave = self.leave
-        if effect.number != leave.number:
-            return
-        with leave.changed:
-            if isinstance(effect, events.Refuse):
-                leave.error, leave.free = effect.error, 0
-            else:
-                _, leave.registered, leave.contested, leave.granted, leave.ask_at = effect
-                leave.free = 0 if leave.error else min(leave.granted, leave.ask_at)
-            leave.changed.notify_all()
 
     def _flush(self, dealer: zmq.Socket[bytes]) -> None:
         for identifier in list(self._outbox):
@@ -340,14 +287,6 @@ class _Speaker:
             dealer.poll(int(left_s * 1000) + 1)
             for reply in _received(dealer):
                 self._handle(events.Replied(reply))
-
-    def _set_free(self) -> None:
-        leave = self.leave
-        with leave.changed:
-            leave.registered, leave.contested = True, False
-            leave.granted = leave.ask_at = limits.ROWS
-            leave.free = 0 if leave.error else limits.ROWS
-            leave.changed.notify_all()
 
 
 def _received(dealer: zmq.Socket[bytes]) -> list[codec.Reply]:

@@ -202,7 +202,7 @@ class Ranges(Message):
     stream: int = _as(_stream)
     epoch: int = _as(_epoch)
     first: int = _as(_position)
-    ranges: Sequence[Sequence[int]] = _as(list_of(list_of(_position, 3, 3), limits.WINDOW_BATCHES))
+    ranges: Sequence[Sequence[int]] = _as(checks.triples(limits.ROWS, limits.WINDOW_BATCHES))
     end: bool = _as(checks.flag)
 
 

@@ -119,7 +119,11 @@ class Partition:
     def window(self, rank: int, worker: int, workers: int, first: int, count: int) -> list[Range]:
         """At most `count` batches of that loader worker from batch `first` on: what a `ranges` message holds."""
         stop = min(first + count, self.worker_count(rank, worker, workers))
-        return [self.worker_batch(rank, worker, workers, index) for index in range(first, stop)]
+        whole = min(stop, len(range(worker, self.full, workers)))
+        size, step = self.batch_size, workers * self.global_batch
+        start = self.origin + worker * self.global_batch + rank * size
+        found = [Range(place, place + size, size) for place in range(start + first * step, start + whole * step, step)]
+        return found + [self.worker_batch(rank, worker, workers, index) for index in range(max(first, whole), stop)]
 
     def cursor(self, epoch: int, rank: int, batches: int) -> Cursor:
         """The cursor after so many batches of this rank; after its last one it is the start of the next epoch."""

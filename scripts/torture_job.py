@@ -8,8 +8,10 @@ A record is `HEADER` (when it was asked for and given, its epoch and start, the 
 
 from __future__ import annotations
 
+import functools
 import json
 import os
+import signal
 import struct
 import sys
 import time
@@ -26,7 +28,7 @@ NAME = "rows"  #: the data set's, for all jobs of the harness
 class Wanted:
     """What a job does. Everything but `out`, `job` and `batch_size` has the value of an undisturbed lone run."""
 
-    out: str  #: the records; beside it `.state` (its last cursor) and `.ready` (it has had its first batch)
+    out: str  #: the records; beside it `.state` (its last cursor), `.ready` (it has had its first batch), `.worker-0` (a pid)
     job: str
     batch_size: int
     seed: int = 0
@@ -47,6 +49,8 @@ class Wanted:
 
 def main(wanted: Wanted) -> None:
     """Run the job to its end."""
+    # A shell that starts the harness in the background has its children ignore Ctrl-C, which a user's job does not.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     from torch.utils.data import DataLoader
 
     from dataserve.client import ServedDataset
@@ -67,7 +71,10 @@ def main(wanted: Wanted) -> None:
         train.load_state_dict(wanted.state)
     loader: Iterable[Any] = train
     if wanted.workers:
-        loader = DataLoader(train, None, num_workers=wanted.workers, multiprocessing_context=wanted.method)
+        note = functools.partial(note_worker, wanted.out)
+        loader = DataLoader(
+            train, None, num_workers=wanted.workers, multiprocessing_context=wanted.method, worker_init_fn=note
+        )
     out = os.open(wanted.out, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     done = 0
     for _ in range(wanted.epochs):
@@ -89,6 +96,11 @@ def main(wanted: Wanted) -> None:
                 time.sleep(wanted.idle[1])
             time.sleep(wanted.pace_s)
             asked_s = time.monotonic()
+
+
+def note_worker(out: str, worker: int) -> None:
+    """Tell the harness which process a loader worker is."""
+    Path(f"{out}.worker-{worker}").write_text(str(os.getpid()))
 
 
 def compare(batch: Any, rows: Any) -> None:

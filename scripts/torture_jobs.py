@@ -31,6 +31,7 @@ what is allowed; exits with 1 where one is broken. `--scenes bd` plays some only
 from __future__ import annotations
 
 import argparse
+import os
 import shutil
 import signal
 import subprocess
@@ -51,6 +52,8 @@ MIXED = ((16, 0.004), (64, 0.015), (256, 0.06), (1024, 0.25))
 QUICK = ((16, 0.002), (64, 0.004), (256, 0.008), (1024, 0.008))
 #: Ranks, batch sizes and loader workers of a part of an epoch.
 SHAPES = ((1, 2, 3), (128, 500, 1111), (0, 0, 1, 2, 3))
+#: torch looks each 5 s whether its loader workers live, and gives the others as long to end.
+TORCH_S = 12.0
 ALONE = "goes on by itself"
 
 
@@ -278,6 +281,28 @@ def rank_replaced(stage: Stage, _args: argparse.Namespace) -> Iterator[Figure]:
     )
 
 
+def worker_killed(stage: Stage, _args: argparse.Namespace) -> Iterator[Figure]:
+    """k: a loader worker is killed: an error in the loop, no hang; what was given until then is exact, the rest follows."""
+    for method in ("fork", "spawn", "forkserver"):
+        job = stage.job(f"workers-{method}", 128, workers=2, method=method, pace_s=0.02, seed=4)
+        wait_ready([job])
+        time.sleep(stage.chance.uniform(0.2, 1.0))
+        os.kill(stage.chance.choice(job.workers()), signal.SIGKILL)
+        began = time.monotonic()
+        job.end(1)
+        yield at_most(
+            f"k  the end of a job whose loader worker was killed, {method}", time.monotonic() - began, TORCH_S
+        )
+        if "DataLoader worker" not in job.said:
+            raise BrokenError(f"{job.wanted.job} ended otherwise: {job.said[-500:]}")
+        successor = stage.again(job, pace_s=0.0)
+        successor.end()
+        rows = stage.check(job, whole=False) + stage.check(successor)
+        yield Figure(
+            "k  its rows, and those of the one that goes on", f"{rows} rows", f"{stage.rows}", rows == stage.rows
+        )
+
+
 def store_removed(stage: Stage, args: argparse.Namespace) -> Iterator[Figure]:
     """g: the store is removed under running jobs, by the command and by rm -rf. Last: the data set is gone with it."""
     kept = stage.base / "kept"
@@ -307,6 +332,7 @@ SCENES = {
     "h": robbed,
     "i": resumed,
     "j": rank_replaced,
+    "k": worker_killed,
     "g": store_removed,
 }
 

@@ -79,6 +79,11 @@ class Job:
             raise BrokenError(f"{self.wanted.job} ended with {self.process.returncode}: {self.said[-2000:]}")
         return False
 
+    def workers(self) -> list[int]:
+        """The processes of its loader workers, once it is ready."""
+        out = Path(self.wanted.out)
+        return sorted(int(path.read_text()) for path in out.parent.glob(f"{out.name}.worker-*"))
+
     def signal(self, number: int) -> None:
         """To the process and its loader workers."""
         with contextlib.suppress(ProcessLookupError):

@@ -293,6 +293,10 @@ def _told(words: dict[str, Any]) -> str:
             text = f"needs {needed} bytes, {words['free_bytes']:,} are free"
         case "scanned":
             left_out = "".join(f", {count:,} left out ({why})" for why, count in words["left_out"].items())
+            others = [f"{count:,} {kind}" for kind, count in words["unlike"].items()]
+            if others:  # a folder of .gif or .heic files would go missing without a word
+                more = f" and {len(others) - 5} kinds more" if len(others) > 5 else ""
+                left_out += f", not taken for pictures by their names: {', '.join(others[:5])}{more}"
             text = f"{words['pictures']:,} pictures in {words['classes']:,} classes{left_out}"
         case "confirmed":
             text = f"{words['rows']} rows prepared again are as they are stored"

@@ -55,7 +55,7 @@ _FIELDS: dict[str, dict[str, Check]] = {
     "verdict": {"hit": flag, "fingerprint": optional(_hex256), "reasons": list_of(_words, 10_000, 1)},
     "waiting": {"pid": optional(_count)},
     "space": {"need_bytes": optional(_count), "free_bytes": _count},
-    "scanned": {"pictures": _count, "classes": _count, "left_out": _counts},
+    "scanned": {"pictures": _count, "classes": _count, "left_out": _counts, "unlike": _counts},
     "confirming": {},
     "iterated": {},
     "confirmed": {"rows": _count},

@@ -53,6 +53,7 @@ class Tree:
         self.root = os.fsencode(root)
         self.place = os.path.join(self.root, b"")  #: what stands before a picture's path
         self.extensions: Counter[str] = Counter()
+        self.unlike: Counter[str] = Counter()  #: of these, those within classes that are no picture's
         self.left_out: Counter[str] = Counter()
         self.listed: list[tuple[bytes, str]] = []
         self._most = max_entries
@@ -97,6 +98,7 @@ class Tree:
             "pictures": len(self),
             "classes": len(self.classes),
             "extensions": dict(self.extensions.most_common()),
+            "unlike": dict(self.unlike.most_common()),
             "left_out": dict(self.left_out),
             "listed": [[shown(path), why] for path, why in self.listed],
         }
@@ -132,6 +134,7 @@ class Tree:
                 if _is_folder(entry):
                     pending.append((path, (*chain, here)))
                 elif not self._count(entry.name):
+                    self.unlike[self._kind(entry.name)] += 1
                     self._other(path)
                 elif entry.is_symlink() or entry.is_file():
                     found.append(path)
@@ -158,12 +161,14 @@ class Tree:
 
     def _count(self, name: bytes) -> bool:
         """Counts the extension of a file; whether it is a picture's."""
-        suffix = os.path.splitext(name)[1].lower()
-        kind = shown(suffix) or "none"
-        if kind not in self.extensions and (len(kind) > 12 or len(self.extensions) >= _KINDS):
-            kind = "others"
-        self.extensions[kind] += 1
-        return suffix in EXTENSIONS
+        self.extensions[self._kind(name)] += 1
+        return os.path.splitext(name)[1].lower() in EXTENSIONS
+
+    def _kind(self, name: bytes) -> str:
+        """What its extension is counted as."""
+        kind = shown(os.path.splitext(name)[1].lower()) or "none"
+        unknown = kind not in self.extensions and (len(kind) > 12 or len(self.extensions) >= _KINDS)
+        return "others" if unknown else kind
 
     def _leave_out(self, path: bytes, why: str) -> None:
         self.left_out[why] += 1

@@ -43,6 +43,7 @@ MAX_PIXELS = 128 * 1024 * 1024
 _ORIENTATION = 0x0112
 _GREY = ("1", "L", "LA", "La")
 _COLOUR = ("RGB", "RGBA", "RGBa", "RGBX", "P", "PA", "CMYK", "YCbCr", "HSV", "LAB")
+_FIRST = {"LAB": "RGB", "La": "LA"}  #: what Pillow converts to few modes, and the mode through which it reaches all
 _ALPHA = ("LA", "La", "RGBA", "RGBa", "PA")
 _lock = threading.Lock()
 
@@ -224,6 +225,8 @@ def _decoded(image: Image, rules: Rules) -> Image:
         image = _eight_bits(image)
     if mode == "keep":
         mode = "L" if image.mode in _GREY else "RGB"
+    if image.mode in _FIRST:
+        image = image.convert(_FIRST[image.mode])
     if mode != "RGBA" and (image.mode in _ALPHA or "transparency" in image.info):
         return _opaque(image, mode)
     return image if image.mode == mode else image.convert(mode)

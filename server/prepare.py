@@ -7,7 +7,8 @@ gone, and this process ends with its workers. What is half made stays below `.bu
               and maybe "confirm": true, or "rows": [n, ...] and "row_key": text | null
     verdict   {"hit": bool, "fingerprint": hex | null, "reasons": [...]}
     waiting   {"pid": n}                                       another process builds the same; its progress follows
-    scanned   {"pictures": n, "classes": n, "extensions": {".jpg": n}, "left_out": {why: n}, "listed": [[path, why]]}
+    scanned   {"pictures": n, "classes": n, "extensions": {".jpg": n}, "unlike": {".gif": n}, "left_out": {why: n},
+              "listed": [[path, why]]}
     space     {"need_bytes": n | null, "free_bytes": n}        null: the source does not say how many samples it has
     iterated  {}                                               the source says no length: one process reads it to its end
     resuming  {"done": n, "total": n | null}                   an interrupted build goes on

@@ -11,7 +11,7 @@ import os
 import re
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -221,7 +221,7 @@ def _bad(source: Source, index: int, stage: str, error: Exception) -> DataserveE
         if error.code != "bad_sample":
             return error
         return BadSample(index, source.path(index), stage, error.text, error.remedy)
-    return BadSample(index, source.path(index), stage, named(error))
+    return BadSample(index, source.path(index), stage, named(error, source.identity().roots))
 
 
 def _seed(key: str, index: int) -> None:
@@ -230,16 +230,26 @@ def _seed(key: str, index: int) -> None:
     randomness.seed_row(key, index)
 
 
-def named(error: BaseException) -> str:
-    """An exception's type and what it says."""
-    return f"{type(error).__name__}: {sentence(error)}"
+def named(error: BaseException, roots: Sequence[str] = ()) -> str:
+    """An exception's type and what it says. Paths in it are given below these roots: causes stand in the manifest,
+    which is the same wherever the source lies."""
+    return f"{type(error).__name__}: {sentence(error, roots)}"
 
 
-def sentence(error: BaseException) -> str:
-    """What an error says, on one line, ending as a sentence does."""
-    text = re.sub(r" at 0x[0-9a-f]+", "", " ".join(str(error).split())) or type(error).__name__
+def sentence(error: BaseException, roots: Sequence[str] = ()) -> str:
+    """What an error says, on one line, ending as a sentence does; with paths as `named` has them."""
+    text = re.sub(r" at 0x[0-9a-f]+", "", _below(str(error), roots))
+    text = " ".join(text.split()) or type(error).__name__
     text = text if len(text) <= 500 else text[:496] + " ..."
     return text if text.endswith((".", "!", "?")) else text + "."
+
+
+def _below(text: str, roots: Sequence[str]) -> str:
+    for root in sorted(roots, key=len, reverse=True):
+        for form in (root, repr(root)[1:-1], repr(os.fsencode(root))[2:-1]):  # as it is, and as OSError writes it
+            if len(form) > 1:
+                text = text.replace(form.rstrip("/") + "/", "")
+    return text
 
 
 def shown(path: bytes | str) -> str:

@@ -12,10 +12,13 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from dataserve.client import events
 from dataserve.client.events import Iteration, Permit, Progress, Refuse, Send, Warn
 from dataserve.client.session import Session
 from dataserve.protocol.codec import decode_reply, decode_request, encode_reply, encode_request
+from dataserve.protocol.folds import fold_of_rows
 from dataserve.protocol.messages import (
     REPLIES,
     REQUESTS,
@@ -30,6 +33,7 @@ from dataserve.protocol.messages import (
 )
 from dataserve.protocol.partition import Partition
 from dataserve.protocol.plan import Plan
+from dataserve.protocol.subset import SubsetPlan
 from dataserve.server.engine import About, Engine
 from dataserve.server.events import (
     ConfirmationEnded,
@@ -47,6 +51,7 @@ from dataserve.server.events import (
 )
 
 ROWS = 100
+FOLDS = 3
 POLL_S = 0.001  #: the thread wakes so much after what is due: poll() counts milliseconds
 
 
@@ -81,9 +86,15 @@ def scenarios(folder: Path) -> list[Path]:
 # --- words ----------------------------------------------------------------------------------------------------------
 
 
-def opening(job: str = "run", seed: int = 0, store: str = "A", instance: str = "i", **more: Any) -> Open:
-    """An `open` whose fields have values that need no telling; `world` and `batch` are short for their fields."""
+def opening(
+    job: str = "run", seed: int = 0, store: str = "A", instance: str = "i", fold: int | None = None, **more: Any
+) -> Open:
+    """An `open` whose fields have values that need no telling; `world` and `batch` are short for their fields. `fold`: what
+    is held out of that fold, of `FOLDS`."""
     plan = Plan("shuffled", ROWS, seed)
+    if fold is not None:
+        rows = np.flatnonzero(fold_of_rows(ROWS, FOLDS, seed) == fold).astype(np.uint32)
+        plan = SubsetPlan.of(ROWS, rows, Plan("shuffled", len(rows), seed))
     message = Open(
         "digits",
         store.lower() * 64,
@@ -263,7 +274,9 @@ class Talks:
     def do_begin(self, number: int, **named: Any) -> list[str]:
         """`iter()`."""
         message = opening(**named)
-        partition = Partition(ROWS, message.batch_size, message.world_size, message.last, message.position)
+        partition = Partition(
+            int(message.plan["n"]), message.batch_size, message.world_size, message.last, message.position
+        )
         self.iteration, self.progress = Iteration(number, message, partition), Progress()
         return self.take(events.Begun(self.iteration))
 

@@ -14,7 +14,7 @@ from dataserve.protocol.blocks import BlockOrder, BlocksPlan
 from dataserve.protocol.errors import UserError
 from dataserve.protocol.kinds import plan_of
 
-from . import dumb
+from .simulation import dumb
 
 seeds = st.integers(0, limits.SEED - 1)
 epochs = st.integers(0, limits.EPOCH - 1)

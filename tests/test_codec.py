@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dataserve.protocol import codec, limits, messages
+from dataserve.protocol import checks, codec, limits, messages
 from dataserve.protocol.errors import CODES, DataserveError, PeerError, from_code
 
 BOOT = b"b" * 16
@@ -268,3 +268,23 @@ def test_an_error_of_a_later_version_keeps_its_words() -> None:
 def test_an_error_of_any_text_can_be_sent(text: str) -> None:
     message = messages.Error.of(DataserveError.__subclasses__()[0]("bad_option", text, text))
     codec.decode_reply(codec.encode_reply(1, BOOT, message))
+
+
+@given(
+    st.lists(
+        st.lists(st.integers(-1, 12) | st.sampled_from([True, 1.0, "1", None]), max_size=4) | st.none(), max_size=5
+    )
+)
+def test_triples_are_what_a_check_for_each_says(value: list[Any]) -> None:
+    def outcome(check: Any) -> Any:
+        try:
+            return check(value)
+        except ValueError as error:
+            return str(error)
+
+    slow = checks.list_of(checks.list_of(checks.integer(0, 10), 3, 3), 4)
+    assert outcome(checks.triples(10, 4)) == outcome(slow)
+
+
+def test_triples_that_are_right_pass_quickly_and_as_tuples() -> None:
+    assert checks.triples(10, 4)([[0, 10, 3], [1, 2, 3]]) == ((0, 10, 3), (1, 2, 3))

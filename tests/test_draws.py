@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from dataserve.protocol import draws, limits
 
-from . import dumb
+from .simulation import dumb
 
 seeds = st.integers(0, limits.SEED - 1)
 epochs = st.integers(0, limits.EPOCH - 1)

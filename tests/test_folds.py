@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from dataserve.protocol import limits
 from dataserve.protocol.folds import fold_of_rows
 
-from . import dumb
+from .simulation import dumb
 
 seeds = st.integers(0, limits.SEED - 1)
 labels = st.lists(st.integers(-3, 5), min_size=1, max_size=150)

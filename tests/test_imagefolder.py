@@ -131,6 +131,7 @@ def test_hidden_and_junk_entries_are_left_out_and_listed(tmp_path: Path) -> None
     }
     assert found["left_out"] == {"hidden or junk": 9, "a file beside the classes": 1}
     assert found["extensions"] == {".png": 1, ".txt": 1, ".csv": 1}
+    assert found["unlike"] == {".txt": 1}
 
 
 def test_links_are_followed_and_loops_are_left_out(tmp_path: Path) -> None:
@@ -166,6 +167,18 @@ def test_a_link_to_nothing_is_a_bad_sample_with_its_path_and_a_pipe_is_left_out(
         os.mkfifo(tmp_path / "cat" / "1.png")  # since the scan: it is not waited for
         with pytest.raises(BadSample, match="It is no file"):
             sources.read_sample(source, None, 0)
+
+
+def test_the_cause_of_a_bad_sample_does_not_tell_where_the_source_lies(tmp_path: Path) -> None:
+    causes = []
+    for place in ("here", "there \n'é'"):  # OSError writes such a path as escapes
+        root = tmp_path / place
+        picture(root / "cat" / "1.png")
+        (root / "cat" / "2.png").symlink_to("nothing")
+        with opened(root) as source, pytest.raises(BadSample) as caught:
+            sources.read_sample(source, None, 1)
+        causes.append(caught.value.cause)
+    assert causes[0] == causes[1] == "FileNotFoundError: [Errno 2] No such file or directory: b'cat/2.png'."
 
 
 def test_an_empty_class_is_refused_or_kept_by_option_and_changes_the_fingerprint(tmp_path: Path) -> None:

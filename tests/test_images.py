@@ -73,6 +73,18 @@ def test_each_mode_of_8_bits_becomes_grey_or_rgb(mode: str, channels: int) -> No
     assert pixels.shape == (channels, 2, 3)
 
 
+@pytest.mark.parametrize("mode", ["LAB", "La"])
+@pytest.mark.parametrize(("declared", "channels"), [("RGB", 3), ("L", 1), ("RGBA", 4)])
+def test_a_mode_that_pillow_converts_to_few_others_reaches_every_declared_one(
+    mode: str, declared: str, channels: int
+) -> None:
+    picture = Image.new("L", (3, 2), 200)
+    picture = picture.convert("LA").convert("La") if mode == "La" else picture.convert("RGB").convert("LAB")
+    pixels = images.to_array(picture, Rules(mode=declared))
+    assert pixels.shape == (channels, 2, 3)
+    assert np.abs(pixels[0].astype(int) - 200).max() <= 3
+
+
 @pytest.mark.parametrize("mode", ["I;16", "I;16B", "I", "F"])
 def test_more_than_8_bits_are_refused_where_no_mode_is_declared(mode: str) -> None:
     with pytest.raises(DataError, match=f"mode {mode}") as caught:

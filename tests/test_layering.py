@@ -19,7 +19,7 @@ PROTOCOL = "version limits errors checks messages codec manifest address partiti
 PURE = {
     *(f"protocol/{name}" for name in PROTOCOL.split()),
     *(f"server/{name}" for name in ("events", "engine", "service", "catalog", "registry", "metrics", "readahead")),
-    *(f"client/{name}" for name in ("events", "session")),
+    *(f"client/{name}" for name in ("events", "pending", "session")),
 }
 #: All that a pure module may import: nothing here has a clock, a socket, a file or a thread.
 PURE_IMPORTS = set(

@@ -12,7 +12,7 @@ from dataserve.protocol.errors import UserError
 from dataserve.protocol.kinds import plan_of
 from dataserve.protocol.plan import Plan
 
-from . import dumb
+from .simulation import dumb
 
 seeds = st.integers(0, limits.SEED - 1)
 epochs = st.integers(0, limits.EPOCH - 1)

@@ -10,6 +10,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -22,8 +23,9 @@ from dataserve.server import engine
 from dataserve.server.engine import Engine
 from dataserve.server.registry import Consumer, Registry
 
+from .simulation import dumb, plans
 from .simulation.clock import FaultError
-from .simulation.ledger import Ledger, order
+from .simulation.ledger import Ledger
 from .simulation.world import World
 
 CHECKOUT = Path(__file__).resolve().parent.parent
@@ -109,7 +111,7 @@ def test_it_finds_a_resumption_that_skips_a_batch(monkeypatch: pytest.MonkeyPatc
         return right(self, epoch, rank, batches + 1 if 0 < batches < self.count(rank) else batches)
 
     monkeypatch.setattr(Partition, "cursor", wrong)
-    found("begins at .* and was given|the ranks of .* go on at")
+    found("the daemon has it wrong|begins at .* and was given|the ranks of .* go on at")
 
 
 def test_it_finds_a_loader_worker_that_draws_its_siblings_batch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,8 +209,24 @@ class _Limits:
 
 
 def test_the_dumb_order_is_protocol_mds() -> None:
-    assert order(10, 0, 1) == (0, 8, 1, 7, 6, 4, 2, 3, 9, 5)
-    assert order(17, 42, 3) == (7, 13, 9, 11, 10, 2, 6, 8, 5, 0, 15, 4, 16, 1, 14, 12, 3)
+    assert dumb.shuffled(10, dumb.base(0, 1)) == [0, 8, 1, 7, 6, 4, 2, 3, 9, 5]
+    assert dumb.shuffled(17, dumb.base(42, 3)) == [7, 13, 9, 11, 10, 2, 6, 8, 5, 0, 15, 4, 16, 1, 14, 12, 3]
+
+
+def order_of_ten(epoch: int) -> list[int]:
+    return dumb.shuffled(10, dumb.base(0, epoch))
+
+
+def test_every_kind_of_plan_is_drawn_and_agrees_with_its_dumb_order() -> None:
+    random, kinds, folds = Random(0), Counter[str](), 0
+    for number in range(60):
+        found = plans.draw(random, random.choice((7, 30, 64)), number % 3)
+        folds += len(found) == 2
+        for plan, order, _ in found:
+            kinds[plan.kind] += 1
+            assert plan.rows(number, 0, plan.n).tolist() == list(order(number))
+    assert set(kinds) == {"shuffled", "blocks", "subset", "weighted"}
+    assert folds > 3
 
 
 @pytest.mark.parametrize(
@@ -222,10 +240,10 @@ def test_the_dumb_order_is_protocol_mds() -> None:
     ],
 )
 def test_the_ledger_counts_each_position_once_and_in_order(batches: list[range], words: str | None) -> None:
-    ledger = Ledger("job", 10, 0)
+    ledger = Ledger("job", 10, order_of_ten)
     ledger.begin(1, 0, 0)
     for step, places in enumerate(batches):
-        ledger.give(1, step, 0, places, len(places), [order(10, 0, 0)[place] for place in places])
+        ledger.give(1, step, 0, places, len(places), [order_of_ten(0)[place] for place in places])
     if words is None:
         ledger.end(1, whole=True, tail=0)
     else:
@@ -234,7 +252,7 @@ def test_the_ledger_counts_each_position_once_and_in_order(batches: list[range],
 
 
 def test_the_ledger_knows_the_rows() -> None:
-    ledger = Ledger("job", 10, 0)
+    ledger = Ledger("job", 10, order_of_ten)
     ledger.begin(1, 0, 0)
     with pytest.raises(FaultError, match="was given the rows"):
         ledger.give(1, 0, 0, range(2), 2, [7, 6])

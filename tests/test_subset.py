@@ -18,7 +18,7 @@ from dataserve.protocol.kinds import plan_of
 from dataserve.protocol.plan import Plan
 from dataserve.protocol.subset import SubsetPlan
 
-from . import dumb
+from .simulation import dumb
 
 ROWS = 400
 seeds = st.integers(0, limits.SEED - 1)

@@ -148,7 +148,7 @@ class Faults:
         """Somebody starts another run under the name of a job."""
         job = self._some_job()
         if job is not None:
-            guest = Job(self._site, job.name, job.store, job.where, job.plan.seed, guest=True)
+            guest = Job(self._site, job.name, job.store, job.where, job.planned, guest=True)
             self._site.jobs.append(guest)
             guest.launch()
             self._timeline.after(self._timeline.random.uniform(5.0, 100.0), lambda: guest.leave(lingers_s=0.0))

@@ -12,12 +12,12 @@ from dataserve.protocol import limits
 from dataserve.protocol.errors import DataserveError
 from dataserve.protocol.messages import Open
 from dataserve.protocol.partition import Cursor, Partition
-from dataserve.protocol.plan import Plan
 
 from .clock import FaultError, Loop, Process, Task, Timeline, Until
 from .daemon import Daemon, Store
 from .drawing import FOREVER_S, PREFETCH, Drawn, Shelf
 from .ledger import Ledger
+from .plans import Planned
 from .shell import Link, Page, RefusedError, Watch
 
 NUMBERS = 1_000_000  #: the iterations of a run are numbered from a multiple of it
@@ -83,7 +83,7 @@ class Job:
     """A name, an order and a checkpoint, through all the runs that have worked at it."""
 
     def __init__(
-        self, site: Site, name: str, store: Store, where: tuple[str, int], seed: int, *, guest: bool = False
+        self, site: Site, name: str, store: Store, where: tuple[str, int], planned: Planned, *, guest: bool = False
     ) -> None:
         random = site.timeline.random
         self.site = site
@@ -91,8 +91,9 @@ class Job:
         self.store = store
         self.where = where
         self.guest = guest  # it has the name of another job, and gives up when it is refused
-        self.plan = Plan("shuffled", store.rows, seed)
-        self.ledger = Ledger(name, store.rows, seed)
+        self.planned = planned
+        self.plan = planned.plan
+        self.ledger = Ledger(name, self.plan.n, planned.order)
         self.pace_s = random.choice((0.02, 0.1, 0.3, 1.0))
         self.window = random.choice((1, 2, 3, 4, 8, 256))
         self.timeout_s = 3.0 if guest else 60.0
@@ -111,8 +112,10 @@ class Job:
             self.site.timeline.after(0.5, self.launch)
             return
         random = self.site.timeline.random
-        largest = self.store.rows // 2
-        shape = Shape(random.randint(1, 4), random.randint(1, 8), random.choice(("even", "drop", "short")))
+        largest = self.plan.n // 2
+        shape = Shape(
+            random.randint(1, self.planned.most_ranks), random.randint(1, 8), random.choice(("even", "drop", "short"))
+        )
         if shape.step > largest:
             shape = shape._replace(world_size=1, batch_size=random.randint(1, largest))
         self.run = Run(self, shape, state.read(self.saved, self.store.store_id, self.plan))
@@ -150,7 +153,10 @@ class Job:
     def _may_be_refused(self, run: Run, error: DataserveError) -> bool:
         if error.code in self.site.upsets:
             return True
-        others = [other for job in self.site.jobs if job.name == self.name for other in job.runs if other is not run]
+        same = [
+            job for job in self.site.jobs if (job.name, job.plan) == (self.name, self.plan)
+        ]  # other plans are in nobody's way
+        others = [other for job in same for other in job.runs if other is not run]
         now = self.site.timeline.now
         rivals = [process for other in others for process in other.processes()]
         # Somebody who cannot be looked up is in the way for DEAD_S; and the refusal may be under way for long.
@@ -204,7 +210,7 @@ class Run:
 
     def _plan(self, number: int, cursor: Cursor) -> Spell:
         random, site = self.job.site.timeline.random, self.job.site
-        steps = (self.job.store.rows - cursor.position) // self.shape.step
+        steps = (self.job.plan.n - cursor.position) // self.shape.step
         stop, then, target = None, "next", 0
         if steps > 1 and random.random() < site.breaks_off:
             stop = random.randint(1, steps - 1)
@@ -256,7 +262,7 @@ class Rank:
         for number in itertools.count(run.first):
             spell = run.spell(number, cursor)
             shape = run.shape
-            partition = Partition(job.store.rows, shape.batch_size, shape.world_size, shape.last, cursor.position)
+            partition = Partition(job.plan.n, shape.batch_size, shape.world_size, shape.last, cursor.position)
             total = partition.count(self.rank)
             self.number, self.given = number, 0
             self.total = total if spell.stop is None else min(total, spell.stop)

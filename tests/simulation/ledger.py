@@ -1,4 +1,4 @@
-"""What a job was given, checked with none of the product's arithmetic: an order by sorting, a partition by counting.
+"""What a job was given, checked with none of the product's arithmetic: an order by the dumb rule, a partition by counting.
 
 A job's epoch is right if the positions that its ranks were given, read step by step and rank by rank, are 0, 1, 2, ... to
 the end, each once, across all the places where it was resumed; and if the row at each is the one that PROTOCOL.md says.
@@ -7,29 +7,9 @@ the end, each once, across all the places where it was resumed; and if the row a
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import cache
 
 from .clock import FaultError
-
-_MASK = 2**64 - 1
-_G = 0x9E3779B97F4A7C15
-
-
-def _mix(x: int) -> int:
-    x ^= x >> 30
-    x = x * 0xBF58476D1CE4E5B9 & _MASK
-    x ^= x >> 27
-    x = x * 0x94D049BB133111EB & _MASK
-    return x ^ x >> 31
-
-
-@cache
-def order(n: int, seed: int, epoch: int) -> tuple[int, ...]:
-    """The rows of a shuffled epoch by position: PROTOCOL.md section 5, word for word."""
-    base = _mix((_mix((seed + _G) & _MASK) + epoch) & _MASK)
-    bits = max(1, (n - 1).bit_length())
-    keys = [_mix((base + (i + 1) * _G) & _MASK) >> bits << bits | i for i in range(n)]
-    return tuple(key & (1 << bits) - 1 for key in sorted(keys))
+from .plans import Order
 
 
 @dataclass
@@ -44,12 +24,12 @@ class _Iteration:
 class Ledger:
     """One job's deliveries. `begin` iterations in order, `give` batches of any that has begun, `end` them in order."""
 
-    def __init__(self, name: str, n: int, seed: int) -> None:
+    def __init__(self, name: str, n: int, order: Order) -> None:
         self.batches = 0
         self.epochs = 0
         self._name = name
         self._n = n
-        self._seed = seed
+        self._order = order
         self._reached: dict[int, int] = {}  # by epoch: all below was given; a checkpoint of then may come back
         self._open: dict[int, _Iteration] = {}
 
@@ -60,7 +40,7 @@ class Ledger:
     def give(self, number: int, step: int, rank: int, places: range, valid: int, rows: list[int]) -> None:
         """That rank's loop was given a batch as its step-th of that iteration."""
         iteration = self._open[number]
-        expected = order(self._n, self._seed, iteration.epoch)
+        expected = self._order(iteration.epoch)
         if [expected[place] for place in places] != rows:
             raise FaultError(f"{self._name} was given the rows {rows} at {places} of epoch {iteration.epoch}")
         if (step, rank) in iteration.given:

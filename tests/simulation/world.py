@@ -8,6 +8,7 @@ from typing import Any
 
 from dataserve.protocol import limits
 
+from . import plans
 from .clock import FaultError, Timeline
 from .daemon import HOST, NAMESPACE, Daemon, Store
 from .faults import Faults
@@ -51,7 +52,9 @@ class World:
         self.site.daemon.validates_every = max(1, jobs // 16)
         for number in range(jobs):
             where = (HOST, NAMESPACE) if random.random() < 0.8 else ("elsewhere", number)
-            self.site.jobs.append(Job(self.site, f"job{number}", random.choice(stores), where, random.randrange(3)))
+            store = random.choice(stores)
+            for planned in plans.draw(random, store.rows, random.randrange(3)):
+                self.site.jobs.append(Job(self.site, f"job{number}", store, where, planned))
         for job in self.site.jobs:
             self.timeline.after(random.uniform(0.0, 2.0), job.launch)
         self.faults = Faults(self.site, stores, hurry=max(1.0, jobs / 8))
