@@ -18,7 +18,36 @@ from the libraries being imported to the first batch. `grown` is anonymous memor
 what others map too, all of the process and those it has started, of one job, at the end. TensorSocket's producer has
 a TensorDataset in memory, batches of half the consumers' size, and its cost is in `cpu`.
 
-Machine and table: TABLE
+2026-12-07, 2 cores, Linux, other work on the machine meanwhile (load 3.6, so that `cpu` tells more than `ratio`); Python 3.11,
+litdata 0.2.76, datasets 5.2.0, tensorsocket 0.0.5: --sets mnist-256 photos-64 --systems limit dataserve index_select litdata hf
+tensorsocket --jobs 1 2 --rounds 2 --seconds 0.3. The other rows were not run that day.
+
+    | what | jobs | samples/s | ratio | cpu | CPU s / 1000 | first ms | grown MB | private MB | shared MB |
+    | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |
+    | mnist-256: limit | 1 | 2907168 | 1.000 | 1.000 | 0.00025 | 19.0 | 2 | 283 | 279 |
+    | mnist-256: dataserve | 1 | 1874770 | 0.642 | 0.729 | 0.00034 | 20.5 | 6 | 290 | 282 |
+    | mnist-256: index_select | 1 | 1432984 | 0.494 | 0.718 | 0.00035 | 178.9 | 48 | 329 | 233 |
+    | mnist-256: litdata | 1 | 3905 | 0.001 | 0.002 | 0.15038 | 123.3 | 17 | 350 | 245 |
+    | mnist-256: hf | 1 | 7231 | 0.002 | 0.003 | 0.08508 | 46.7 | 22 | 416 | 278 |
+    | mnist-256: tensorsocket | 1 | 78332 | 0.027 | 0.020 | 0.01259 | 1662.1 | 17 | 300 | 233 |
+    | mnist-256: limit | 2 | 4134940 | 1.000 | 1.000 | 0.00027 | 14.1 | 2 | 282 | 279 |
+    | mnist-256: dataserve | 2 | 3312546 | 0.907 | 0.713 | 0.00037 | 22.4 | 6 | 290 | 282 |
+    | mnist-256: index_select | 2 | 3363902 | 0.804 | 0.722 | 0.00037 | 103.7 | 48 | 329 | 233 |
+    | mnist-256: litdata | 2 | 5344 | 0.001 | 0.001 | 0.18430 | 91.8 | 17 | 328 | 278 |
+    | mnist-256: hf | 2 | 7859 | 0.002 | 0.003 | 0.08977 | 48.0 | 22 | 362 | 332 |
+    | mnist-256: tensorsocket | 2 | 70098 | 0.019 | 0.018 | 0.01497 | 1333.2 | 28 | 311 | 233 |
+    | photos-64: limit | 1 | 22374 | 1.000 | 1.000 | 0.01435 | 54.4 | 10 | 291 | 443 |
+    | photos-64: dataserve | 1 | 42276 | 1.957 | 1.224 | 0.01172 | 9.9 | 37 | 321 | 445 |
+    | photos-64: index_select | 1 | 14834 | 0.641 | 0.843 | 0.01954 | 1019.0 | 240 | 521 | 231 |
+    | photos-64: litdata | 1 | 1942 | 0.087 | 0.117 | 0.12206 | 52.5 | 62 | 364 | 1069 |
+    | photos-64: hf | 1 | not run: RuntimeError: a batch is (64, 3, 224, 224) torch.int64 with 64 labels |
+    | photos-64: tensorsocket | 1 | 1933 | 0.094 | 0.019 | 0.77328 | 2089.5 | 138 | 421 | 231 |
+    | photos-64: limit | 2 | 43274 | 1.000 | 1.000 | 0.01437 | 56.8 | 10 | 290 | 443 |
+    | photos-64: dataserve | 2 | 35323 | 0.820 | 0.911 | 0.01577 | 51.3 | 37 | 322 | 445 |
+    | photos-64: index_select | 2 | 33617 | 0.781 | 0.933 | 0.01543 | 1082.6 | 249 | 529 | 231 |
+    | photos-64: litdata | 2 | 4545 | 0.105 | 0.110 | 0.13126 | 105.0 | 63 | 364 | 1517 |
+    | photos-64: hf | 2 | not run: RuntimeError: a batch is (64, 3, 224, 224) torch.int64 with 64 labels |
+    | photos-64: tensorsocket | 2 | 3075 | 0.071 | 0.026 | 0.58078 | 1918.5 | 258 | 541 | 231 |
 """
 
 from __future__ import annotations

@@ -36,6 +36,22 @@ more, of which two workers hide a part.
 | cifar10, 2 workers: dataserve  |  22579 |  0.94 |   3.6 |    64 |    192 |
 | cifar10, 2 workers: litdata    |   7100 |  0.30 |  10.4 |   758 |   1989 |
 | cifar10, 2 workers: mosaic     |  14381 |  0.60 |   8.6 |   789 |   2113 |
+
+2026-12-07, 2 cores, Linux, the machine shared with other work all the while, the neighbours not run; the photographs with `--times 2
+--rounds 2`, CIFAR-10 with one round. The bare loop is far below its figure above, so that a ratio says little and none above 1
+says that storing costs nothing; an earlier round of CIFAR-10 on that day, two rounds with tests running beside it, gave 1.14 with
+one worker (8151 of 7180 images/s) and 0.79 with two (7800 of 9826).
+
+| what | images/s | ratio | whole s | peak MB | sum MB |
+| --- | --- | --- | --- | --- | --- |
+| photos, 1 workers: bare loop   |    290 |  1.00 |   6.8 |   759 |   1173 |
+| photos, 1 workers: dataserve   |    309 |  1.06 |   2.8 |    74 |     74 |
+| photos, 2 workers: bare loop   |    552 |  1.00 |   5.3 |   710 |   1545 |
+| photos, 2 workers: dataserve   |    574 |  1.04 |   1.8 |    62 |    202 |
+| cifar10, 1 workers: bare loop  |   7526 |  1.00 |  10.1 |   689 |   1079 |
+| cifar10, 1 workers: dataserve  |   9797 |  1.30 |   6.6 |    70 |     70 |
+| cifar10, 2 workers: bare loop  |  13097 |  1.00 |   8.0 |   796 |   1576 |
+| cifar10, 2 workers: dataserve  |  17750 |  1.36 |   4.8 |    64 |    194 |
 """
 
 from __future__ import annotations

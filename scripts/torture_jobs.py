@@ -6,26 +6,32 @@ Every job is a process of its own (torture_job.py) that writes down each batch; 
 partition, row by row. The seed decides moments, sizes and victims. Prints a line for each promise, with what was measured and
 what is allowed; exits with 1 where one is broken. `--scenes bd` plays some only; `--pause-s 180` stops a client for minutes.
 
-2026-12-07, 2 cores, Linux, --seed 0 --seconds 4 --pause-s 2 (five minutes):
+2026-12-07, 2 cores, Linux, beside other work, --seconds 4 --pause-s 60 (eight minutes a seed). Of seed 1 the scenes a, e and k, of
+seed 2 the scene k were played once more by themselves, after faults of this harness in them were mended: in the background of a script
+SIGINT is ignored, rivals in e came too late, and a killed worker's loop ends with other words too. Seed 2's e was 32 s long yet.
 
-    seed 0, 4 jobs, 60000 rows                                          measured   allowed
-    a  longest gap, nobody disturbed                                       17 ms
-    d  longest gap of the others at a client's kill -9                     16 ms   50 ms
-    d  longest gap of the others at a client's SIGSTOP                     16 ms   50 ms
-    d  longest gap of the others at a client's Ctrl-C                      22 ms   50 ms
-    d  the others, the one that was stopped, the killed ones               exact   exact
-    b  10 kill -9 of the daemon in one epoch                               exact   exact
-    b  longest wait for a batch                                             3 ms   300 ms
-    b  those that run are registered again                                  4 ms   7000 ms
-    c  no daemon after the first batch, three epochs                       exact   exact
-    c  longest wait for a batch                                           202 ms   300 ms
-    e  32 s idle, and 32 s stopped                                         exact   exact
-    f  a client before its daemon: first batch after it has come          600 ms   3000 ms
-    h  bound again without its socket, without its folder         551 ms, 996 ms   2100 ms
-    h  longest wait for a batch meanwhile                                   2 ms   300 ms
-    i  epochs cut into parts of other ranks, batches, loader workers       exact   exact
-    j  a rank killed, replaced in 1.3 s                                    exact   exact
-    g  the store removed under running jobs, by `remove --force`, rm -rf   exact   exact
+    4 jobs, 60000 rows                                             seed 1         seed 2   allowed
+    a  longest gap, nobody disturbed                                74 ms          43 ms
+    d  longest gap of the others at a client's kill -9              51 ms          41 ms   148 ms, 86 ms
+    d  longest gap of the others at a client's SIGSTOP              66 ms          50 ms   148 ms, 86 ms
+    d  longest gap of the others at a client's Ctrl-C               24 ms          56 ms   148 ms, 86 ms
+    d  the others, the one that was stopped, the killed ones        exact          exact   exact
+    b  10 kill -9 of the daemon in one epoch                        exact          exact   exact
+    b  longest wait for a batch                                     42 ms         204 ms   300 ms
+    b  those that run are registered again                           1 ms        1466 ms   7000 ms
+    c  no daemon after the first batch, three epochs                exact          exact   exact
+    c  longest wait for a batch                                    220 ms         201 ms   300 ms
+    e  50 s idle, and more than 30 s stopped; rivals refused        exact          exact   exact
+    f  a client before its daemon: first batch after that          228 ms         263 ms   3000 ms
+    h  bound again without its socket, without its folder   876, 1003 ms   500, 1016 ms   2100 ms
+    h  longest wait for a batch meanwhile                          197 ms           5 ms   300 ms
+    i  epochs in parts of other ranks, batches, workers             exact          exact   exact
+    j  a rank killed, replaced in                                   2.9 s          2.4 s
+    k  a loader worker killed, fork: the job's end                 933 ms         724 ms   12000 ms
+    k  the same, spawn                                             922 ms         521 ms   12000 ms
+    k  the same, forkserver                                        820 ms        1024 ms   12000 ms
+    k  their rows, and those of the ones that go on                 exact          exact   exact
+    g  the store removed under running jobs, two ways               exact          exact   exact
 """
 
 from __future__ import annotations
@@ -170,22 +176,21 @@ def client_hurt(stage: Stage, args: argparse.Namespace) -> Iterator[Figure]:
 
 def sits_idle(stage: Stage, _args: argparse.Namespace) -> Iterator[Figure]:
     """e: a job that validates, or sits in a debugger, for longer than DEAD_S keeps its rank."""
-    away_s = limits.DEAD_S + 2.0
+    away_s = limits.DEAD_S + 20.0  # time for the rivals to start, on a busy machine too
     idle = stage.job("idle", 4096, idle=(2, away_s))
     stopped = stage.job("stopped", 4096, pace_s=0.05)
     wait_ready([idle, stopped])
     stopped.signal(signal.SIGSTOP)
-    time.sleep(away_s - 5.0)
+    time.sleep(limits.DEAD_S + 1.0)
     rivals = [stage.job(job.wanted.job, 4096, timeout_s=2.0) for job in (idle, stopped)]
     for rival in rivals:
         rival.end(1)
         if "rank_taken" not in rival.said:
             raise BrokenError(f"a rival of {rival.wanted.job} ended otherwise: {rival.said[-500:]}")
-    time.sleep(5.0)
     stopped.signal(signal.SIGCONT)
     for job in (idle, stopped):
         job.end()
-    yield exact(f"e  {away_s:g} s idle, and {away_s:g} s stopped", stage, [idle, stopped])
+    yield exact(f"e  {away_s:g} s idle, and more than {limits.DEAD_S:g} s stopped", stage, [idle, stopped])
     yield Figure("e  a rival in their places after that", "rank_taken", "refused", True)
 
 
@@ -293,7 +298,8 @@ def worker_killed(stage: Stage, _args: argparse.Namespace) -> Iterator[Figure]:
         yield at_most(
             f"k  the end of a job whose loader worker was killed, {method}", time.monotonic() - began, TORCH_S
         )
-        if "DataLoader worker" not in job.said:
+        # torch's own words; or those of a batch on its way, which the dead worker was still to hand over.
+        if not any(words in job.said for words in ("DataLoader worker", "ConnectionRefused", "ConnectionReset")):
             raise BrokenError(f"{job.wanted.job} ended otherwise: {job.said[-500:]}")
         successor = stage.again(job, pace_s=0.0)
         successor.end()

@@ -6,6 +6,9 @@ Each life of a build ends by SIGKILL of the preparing process, of one of its wor
 a victim that the seed decides; every few lives what is left on disk is damaged as a cut of the power would. Then the next
 start goes on. A life that comes to its end is compared with an uninterrupted build, and a new build is begun. The first
 difference ends it with the number of the life; `--seed` repeats the same choices.
+
+2026-12-07, 2 cores, Linux, `--times 60` with the seeds 0, 1 and 2: 180 lives, 69 stores (21, 18 and 30), all the same bytes;
+some three minutes a seed, beside other work.
 """
 
 from __future__ import annotations

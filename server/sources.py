@@ -238,17 +238,22 @@ def named(error: BaseException, roots: Sequence[str] = ()) -> str:
 
 def sentence(error: BaseException, roots: Sequence[str] = ()) -> str:
     """What an error says, on one line, ending as a sentence does; with paths as `named` has them."""
-    text = re.sub(r" at 0x[0-9a-f]+", "", _below(str(error), roots))
+    text = re.sub(r" at 0x[0-9a-f]+", "", _below(error, roots))
     text = " ".join(text.split()) or type(error).__name__
     text = text if len(text) <= 500 else text[:496] + " ..."
     return text if text.endswith((".", "!", "?")) else text + "."
 
 
-def _below(text: str, roots: Sequence[str]) -> str:
+def _below(error: BaseException, roots: Sequence[str]) -> str:
+    text = str(error)
     for root in sorted(roots, key=len, reverse=True):
-        for form in (root, repr(root)[1:-1], repr(os.fsencode(root))[2:-1]):  # as it is, and as OSError writes it
-            if len(form) > 1:
-                text = text.replace(form.rstrip("/") + "/", "")
+        place = os.path.join(root, "")
+        name = error.filename if isinstance(error, OSError) else None
+        if isinstance(name, str | bytes) and os.fsencode(name).startswith(os.fsencode(place)):
+            # Anew, since the root decides how it is quoted.
+            text = text.replace(repr(name), repr(name[len(place if isinstance(name, str) else os.fsencode(place)) :]))
+        if len(place) > 1:
+            text = text.replace(place, "")
     return text
 
 

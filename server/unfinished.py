@@ -42,12 +42,15 @@ class Unfinished(NamedTuple):
 
 
 def list_unfinished(root: str | os.PathLike[str]) -> list[Unfinished]:
-    """All there are, by fingerprint. Nothing is touched: a builder may be at work."""
+    """All there are, by fingerprint. Nothing is touched: a builder may be at work. Those of another user, who may have
+    opened the sealed stores to this one, are that user's alone: none."""
     try:
         names = sorted(name for name in os.listdir(Path(root, store.BUILDING)) if limits.HEX256.fullmatch(name))
     except (FileNotFoundError, NotADirectoryError):
         return []
     except OSError as error:
+        if isinstance(error, PermissionError) and os.stat(Path(root, store.BUILDING)).st_uid != os.geteuid():
+            return []
         raise store.machine_error(error, Path(root, store.BUILDING), "Unfinished builds cannot be listed") from None
     return [_described(Path(root), name) for name in names]
 

@@ -86,8 +86,8 @@ def test_ranks_of_two_folds_of_one_job_are_in_nobodys_way(daemon: Daemon) -> Non
 RESUMED = """
 import json, pickle, sys
 from dataserve.client import ServedDataset
-for options, state in pickle.loads(sys.stdin.buffer.read()):
-    train = ServedDataset("digits", columns="row", job="resumed", info=True, last="short", **options)
+for number, (options, state) in enumerate(pickle.loads(sys.stdin.buffer.read())):  # ranks share a part, each part is a job
+    train = ServedDataset("digits", columns="row", job=f"resumed-{number}", info=True, last="short", **options)
     train.load_state_dict(state)
     print(json.dumps([[info.start, rows.tolist()] for rows, info in train]), flush=True)
 """

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from dataserve.protocol.errors import UserError
+from dataserve.protocol.errors import MachineError, UserError
 from dataserve.server import cli, journal, leftovers, store, unfinished
 from dataserve.server.layout import Field, Layout
 from dataserve.server.locks import BuildLocks
@@ -147,3 +147,21 @@ def test_trash_of_a_removal_that_was_killed_is_gone_with_the_next_start_or_remov
         (left / "x.npy").write_bytes(b"data")
         act()
         assert not (root / store.TRASH).exists()
+
+
+def test_builds_of_another_user_are_none_and_hide_no_sealed_store(
+    isolated: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    building = isolated / "store" / store.BUILDING
+    building.mkdir(parents=True, mode=0o700)
+
+    def refused(path: Path) -> list[str]:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    other = building.stat().st_uid + 1
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "listdir", refused)
+        with pytest.raises(MachineError, match="cannot be listed"):
+            unfinished.list_unfinished(isolated / "store")
+        patched.setattr(os, "geteuid", lambda: other)
+        assert unfinished.list_unfinished(isolated / "store") == []
