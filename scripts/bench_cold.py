@@ -7,7 +7,7 @@ than ours.
 
 Command: scripts/bench_cold [--seconds 6] [--photos 16000] [--small 1500000] [--folder DIR]
 
-TABLE
+No table yet: it has not been run to its end.
 """
 
 from __future__ import annotations

@@ -13,13 +13,14 @@ daemon whole, the command that starts it, and all that it has started. `prepared
 CPU of the daemon's side until then. A pause is a sleep: the GPU works, the CPU does not. A job stops by SIGSTOP. Wakes are
 voluntary context switches of all threads of a client that holds a batch and asks for no other.
 
-TABLE
+No table yet: it has not been run to its end on a quiet machine.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
 import platform
@@ -303,7 +304,7 @@ def disturbed(made: Daemon, folder: Path, stop_s: float) -> None:
         moments = answer["moments"]
         before, during = _rate(moments, began, stopped), _rate(moments, stopped, went_on)
         after = _rate(moments, went_on, end)
-        gaps = [b - a for a, b in zip(moments, moments[1:], strict=False) if stopped <= b < went_on] or [stop_s]
+        gaps = [b - a for a, b in itertools.pairwise(moments) if stopped <= b < went_on] or [stop_s]
         name = f"{pause:g}, stopped {stop_s:g} s" if number == 1 else f"{pause:g}"
         print(
             f"| {name} | {before:.1f} | {during:.1f} | {after:.1f} | {during / before:.3f} "
