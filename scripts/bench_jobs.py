@@ -9,7 +9,7 @@ Command: scripts/bench_jobs [--jobs 1 2 4 8] [--epochs 2] [--data DIR]. DIR has 
 
 What is measured: each job is a fresh interpreter with one torch thread, batches of 256 of uint8, the rest dropped. Clock and CPU
 begin when all have imported their libraries; DataLoaders have `--workers` processes each, whose CPU counts. Ours counts the
-daemon whole, the command that starts it, and all that it has started. `prepared` is the first batch of the first job, and the
+daemon whole, the command that starts it, and all that it has started, looked at ten times a second. `prepared` is the first batch of the first job, and the
 CPU of the daemon's side until then. A pause is a sleep: the GPU works, the CPU does not. A job stops by SIGSTOP. Wakes are
 voluntary context switches of all threads of a client that holds a batch and asks for no other.
 
@@ -25,6 +25,7 @@ import json
 import os
 import platform
 import resource
+import select
 import shutil
 import signal
 import statistics
@@ -154,6 +155,7 @@ class Daemon:
         self.environ = client_environ(place)
         self._place, self._folder = place, folder
         self._pid = 0
+        self._used: dict[int, float] = {}
         self.command_s = 0.0
         self.samples: list[tuple[float, float]] = []
 
@@ -173,11 +175,12 @@ class Daemon:
         for entry in os.listdir("/proc"):
             with contextlib.suppress(OSError, ValueError):
                 fields = Path("/proc", entry, "stat").read_text().rpartition(")")[2].split()
-                parents[int(entry)], used[int(entry)] = int(fields[1]), sum(map(int, fields[11:15])) / TICKS
+                parents[int(entry)], used[int(entry)] = int(fields[1]), sum(map(int, fields[11:13])) / TICKS
         found = [self._pid]
         for pid in found:
             found += [child for child, parent in parents.items() if parent == pid]
-        total = sum(used.get(pid, 0.0) for pid in found)
+        self._used |= {pid: used[pid] for pid in (*found, *self._used) if pid in used}  # those that have ended stay
+        total = sum(self._used.values())
         self.samples.append((time.monotonic(), total))
         return total
 
@@ -248,8 +251,6 @@ def served(folder: Path, jobs: int, options: argparse.Namespace) -> Cost:
 
 
 def _readable(each: Job) -> bool:
-    import select
-
     assert each.process.stdout is not None
     return bool(select.select([each.process.stdout], [], [], 0)[0])
 
