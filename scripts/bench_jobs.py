@@ -9,7 +9,8 @@ Command: scripts/bench_jobs [--jobs 1 2 4 8] [--epochs 2] [--data DIR]. DIR has 
 
 What is measured: each job is a fresh interpreter with one torch thread, batches of 256 of uint8, the rest dropped. Clock and CPU
 begin when all have imported their libraries; DataLoaders have `--workers` processes each, whose CPU counts. Ours counts the
-daemon whole, the command that starts it, and all that it has started, looked at ten times a second. `prepared` is the first batch of the first job, and the
+daemon whole, the command that starts it, and all that it has started, looked at ten times a second. `prepared` is the first batch of
+the first job, and the
 CPU of the daemon's side until then. A pause is a sleep: the GPU works, the CPU does not. A job stops by SIGSTOP. Wakes are
 voluntary context switches of all threads of a client that holds a batch and asks for no other.
 
