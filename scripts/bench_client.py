@@ -20,7 +20,8 @@ a TensorDataset in memory, batches of half the consumers' size, and its cost is 
 
 2026-12-07, 2 cores, Linux, other work on the machine meanwhile (load 3.6, so that `cpu` tells more than `ratio`); Python 3.11,
 litdata 0.2.76, datasets 5.2.0, tensorsocket 0.0.5: --sets mnist-256 photos-64 --systems limit dataserve index_select litdata hf
-tensorsocket --jobs 1 2 --rounds 2 --seconds 0.3. The other rows were not run that day.
+tensorsocket --jobs 1 2 --rounds 2 --seconds 0.3. The other rows were not run that day. The row of
+`hf` is unfair to it: its torch format gave int64, which costs it the conversion, and fails its row on the photographs.
 
     | what | jobs | samples/s | ratio | cpu | CPU s / 1000 | first ms | grown MB | private MB | shared MB |
     | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |

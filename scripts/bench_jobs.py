@@ -14,7 +14,8 @@ the first job, and the
 CPU of the daemon's side until then. A pause is a sleep: the GPU works, the CPU does not. A job stops by SIGSTOP. Wakes are
 voluntary context switches of all threads of a client that holds a batch and asks for no other.
 
-No table yet: it has not been run to its end on a quiet machine.
+No table yet: it has never been run to its end. The parts with four jobs, a stopped job, the daemon's share and idle wakes have not
+been seen working.
 """
 
 from __future__ import annotations
